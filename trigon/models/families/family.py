@@ -400,3 +400,15 @@ def llava_prefixes(tower_name: str) -> tuple[tuple[str, str], ...]:
         ("model.image_newline", "image_newline"),
         ("lm_head.", "language_model.lm_head."),
     )
+
+
+llava_family = partial(
+    ModelFamily,
+    language_path="model.language_model",
+    vision_path="model.vision_tower",
+    projector_path="model.multi_modal_projector",
+    vision_input="tiles",
+    vision_layers="encoder.layers",
+    checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
+)
+"""Returns a family with LLaVA's parts: a vision tower that takes tiles, a projector, a decoder."""

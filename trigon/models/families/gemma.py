@@ -10,10 +10,9 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import CountedNetwork, ModelFamily, llava_prefixes
-from trigon.models.families.tiny import INITIAL_STD, ROPE, ROPE_THETA, TILE_SIZE, TinyModel, text_options
+from trigon.models.families.family import CountedNetwork, ModelFamily, llava_family
+from trigon.models.families.tiny import INITIAL_STD, ROPE, ROPE_THETA, TILE_SIZE, TILE_VISION, TinyModel, text_options
 
-_PATCH_SIZE = 14
 _IMAGE_TOKENS = 4  # of 4 x 4 patches, 2 x 2 of which are averaged
 
 
@@ -40,15 +39,7 @@ def _gemma3(tokenizer: Any) -> Any:
     begin, pad, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
     return transformers.Gemma3Config(
         text_config=text,
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": TILE_SIZE,
-            "patch_size": _PATCH_SIZE,
-            "vision_use_head": False,
-        },
+        vision_config={**TILE_VISION, "vision_use_head": False},
         mm_tokens_per_image=_IMAGE_TOKENS,
         boi_token_index=begin,
         eoi_token_index=end,
@@ -80,7 +71,7 @@ FAMILIES = (
         caps_logits=True,
         counted=CountedNetwork(normalizes_queries=True, counts_passes=False),
     ),
-    ModelFamily(
+    llava_family(
         model_type="gemma3",
         # transformers 5.19 writes the names of SigLIP's weights without their former prefix.
         tiny=TinyModel(
@@ -94,13 +85,7 @@ FAMILIES = (
             saves_published_names=False,
             initialize=_project,
         ),
-        vision_input="tiles",
         tower_type="siglip_vision_model",
-        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
-        projector_path="model.multi_modal_projector",
-        vision_layers="encoder.layers",
         image_text=("{boi_token}", "\n\n{boi_token}{image_token}{eoi_token}\n\n"),
         image_layers="all",
         language_types=("gemma3_text",),

@@ -11,9 +11,8 @@ import transformers  # its classes are imported on first use
 from torch import Tensor
 
 from trigon.models.families.family import ModelFamily
-from trigon.models.families.tiny import INITIAL_STD, TILE_SIZE, TinyModel, text_options
+from trigon.models.families.tiny import INITIAL_STD, TILE_SIZE, TILE_VISION, TinyModel, text_options
 
-_PATCH_SIZE = 14
 _TILES_PER_SIDE = 3
 _TILE_TOKENS = 4
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -52,15 +51,7 @@ def _place(row: int, column: int) -> str:
 def _config(kind: Any, tokenizer: Any) -> Any:
     return kind(
         text_config=transformers.LlamaConfig(**text_options(tokenizer)).to_dict(),
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": TILE_SIZE,
-            "patch_size": _PATCH_SIZE,
-            "initializer_range": INITIAL_STD,
-        },
+        vision_config={**TILE_VISION, "initializer_range": INITIAL_STD},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
         scale_factor=2,

@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, llava_prefixes
-from trigon.models.families.tiny import INITIAL_STD, TILE_SIZE, TinyModel, media_tokens, text_options
+from trigon.models.families.family import llava_family, llava_prefixes
+from trigon.models.families.tiny import INITIAL_STD, TILE_SIZE, TILE_VISION, TinyModel, media_tokens, text_options
 
 _TILE_TOKENS = 4
 
@@ -15,15 +15,7 @@ _TILE_TOKENS = 4
 def _config(tokenizer: Any) -> Any:
     return transformers.InternVLConfig(
         text_config=transformers.Qwen2Config(**text_options(tokenizer)).to_dict(),
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": TILE_SIZE,
-            "patch_size": 14,
-            "initializer_range": INITIAL_STD,
-        },
+        vision_config={**TILE_VISION, "initializer_range": INITIAL_STD},
         image_token_id=media_tokens(tokenizer)["image_token_id"],
         image_seq_length=_TILE_TOKENS,
     )
@@ -41,7 +33,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    ModelFamily(
+    llava_family(
         model_type="internvl",
         tiny=TinyModel(
             _config,
@@ -54,12 +46,8 @@ FAMILIES = (
             },
             image_text="<|image_pad|>",
         ),
-        vision_input="tiles",
         tower_type="internvl_vision",
         checkpoint_prefixes=llava_prefixes("vision_tower."),
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
-        projector_path="model.multi_modal_projector",
         vision_layers="encoder.layer",
         divides_vision_heads=False,  # each GPU computes the attention of the tower in full
         image_wrap=("start_image_token", "end_image_token"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, llava_prefixes
-from trigon.models.families.tiny import TILE_SIZE, TinyModel, media_tokens, text_options
+from trigon.models.families.family import llava_family
+from trigon.models.families.tiny import TILE_PATCH_SIZE, TILE_SIZE, TILE_VISION, TinyModel, media_tokens, text_options
 
 
 def _config(tokenizer: Any) -> Any:
@@ -15,17 +15,13 @@ def _config(tokenizer: Any) -> Any:
     return transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(**text_options(tokenizer)).to_dict(),
         vision_config={
+            **TILE_VISION,
             "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
             "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": TILE_SIZE,
-            "patch_size": 14,
             "projection_dim": 64,
         },
         image_token_index=media_tokens(tokenizer)["image_token_id"],
-        image_seq_length=(TILE_SIZE // 14) ** 2,
+        image_seq_length=(TILE_SIZE // TILE_PATCH_SIZE) ** 2,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
     )
@@ -37,7 +33,7 @@ def _processor(tokenizer: Any) -> Any:
             size={"shortest_edge": TILE_SIZE}, crop_size={"height": TILE_SIZE, "width": TILE_SIZE}
         ),
         tokenizer=tokenizer,
-        patch_size=14,
+        patch_size=TILE_PATCH_SIZE,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<|image_pad|>",
@@ -46,7 +42,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    ModelFamily(
+    llava_family(
         model_type="llava",
         # transformers 5.19 writes the names of CLIP's weights without their former prefix.
         tiny=TinyModel(
@@ -56,13 +52,7 @@ FAMILIES = (
             image_text="<|image_pad|>",
             saves_published_names=False,
         ),
-        vision_input="tiles",
         tower_type="clip_vision_model",
-        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
-        projector_path="model.multi_modal_projector",
-        vision_layers="encoder.layers",
         language_types=("llama", "qwen2", "qwen3"),
     ),
 )

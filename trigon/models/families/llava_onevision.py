@@ -22,8 +22,8 @@ import torch
 import transformers  # its classes are imported on first use
 from torch import Tensor, nn
 
-from trigon.models.families.family import ModelFamily, TileAssembly, llava_prefixes
-from trigon.models.families.tiny import TILE_SIZE, TinyModel, media_tokens, text_options
+from trigon.models.families.family import TileAssembly, llava_family
+from trigon.models.families.tiny import TILE_PATCH_SIZE, TILE_SIZE, TILE_VISION, TinyModel, media_tokens, text_options
 from trigon.types import ImageSizes
 
 _MAX_TILES = 9
@@ -99,23 +99,13 @@ def _reduced(shape: Sequence[int], side: int) -> tuple[int, int]:
     return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 
 
-_PATCH_SIZE = 14
 _SHAPES = [[rows * TILE_SIZE, columns * TILE_SIZE] for rows in range(1, 5) for columns in range(1, 5)]
 
 
 def _config(tokenizer: Any) -> Any:
     return transformers.LlavaOnevisionConfig(
         text_config=transformers.Qwen2Config(**text_options(tokenizer)).to_dict(),
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": TILE_SIZE,
-            "patch_size": _PATCH_SIZE,
-            "vision_use_head": False,
-        },
+        vision_config={**TILE_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
         image_token_index=media_tokens(tokenizer)["image_token_id"],
         video_token_index=media_tokens(tokenizer)["video_token_id"],
         image_grid_pinpoints=_SHAPES,
@@ -128,14 +118,14 @@ def _processor(tokenizer: Any) -> Any:
         image_processor=transformers.LlavaOnevisionImageProcessor(size=tile, image_grid_pinpoints=_SHAPES),
         tokenizer=tokenizer,
         video_processor=transformers.LlavaOnevisionVideoProcessor(size=tile),
-        num_image_tokens=(TILE_SIZE // _PATCH_SIZE) ** 2,
+        num_image_tokens=(TILE_SIZE // TILE_PATCH_SIZE) ** 2,
         vision_feature_select_strategy="full",
         chat_template=tokenizer.chat_template,
     )
 
 
 FAMILIES = (
-    ModelFamily(
+    llava_family(
         model_type="llava_onevision",
         # transformers 5.19 writes the names of SigLIP's weights without their former prefix.
         tiny=TinyModel(
@@ -145,13 +135,7 @@ FAMILIES = (
             image_text="<|image_pad|>",
             saves_published_names=False,
         ),
-        vision_input="tiles",
         tower_type="siglip_vision_model",
-        checkpoint_prefixes=llava_prefixes("vision_tower.vision_model."),
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
-        projector_path="model.multi_modal_projector",
-        vision_layers="encoder.layers",
         language_types=("qwen2",),
         tile_assembly=TileAssembly(image_tokens, image_features),
         image_parameters=("model.image_newline",),

@@ -6,11 +6,10 @@ from typing import Any
 
 import transformers  # its classes are imported on first use
 
-from trigon.models.families.family import ModelFamily, llava_prefixes
-from trigon.models.families.tiny import INITIAL_STD, TinyModel, media_tokens, text_options
+from trigon.models.families.family import llava_family, llava_prefixes
+from trigon.models.families.tiny import INITIAL_STD, TILE_PATCH_SIZE, TILE_VISION, TinyModel, media_tokens, text_options
 
-_PATCH_SIZE = 14
-_LONGEST_EDGE = 16 * _PATCH_SIZE
+_LONGEST_EDGE = 16 * TILE_PATCH_SIZE
 _ROW_END, _IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 
@@ -25,13 +24,9 @@ def _config(tokenizer: Any) -> Any:
     return transformers.Mistral3Config(
         text_config=transformers.MistralConfig(**text).to_dict(),
         vision_config={
+            **TILE_VISION,
             "model_type": "pixtral",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "image_size": _LONGEST_EDGE,
-            "patch_size": _PATCH_SIZE,
             "hidden_act": "silu",
             "initializer_range": INITIAL_STD,
         },
@@ -46,10 +41,10 @@ def _config(tokenizer: Any) -> Any:
 def _processor(tokenizer: Any) -> Any:
     return transformers.PixtralProcessor(
         image_processor=transformers.PixtralImageProcessor(
-            size={"longest_edge": _LONGEST_EDGE}, patch_size={"height": _PATCH_SIZE, "width": _PATCH_SIZE}
+            size={"longest_edge": _LONGEST_EDGE}, patch_size={"height": TILE_PATCH_SIZE, "width": TILE_PATCH_SIZE}
         ),
         tokenizer=tokenizer,
-        patch_size=_PATCH_SIZE,
+        patch_size=TILE_PATCH_SIZE,
         spatial_merge_size=2,
         image_token="<|image_pad|>",
         image_break_token=_ROW_END,
@@ -59,7 +54,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 FAMILIES = (
-    ModelFamily(
+    llava_family(
         model_type="mistral3",
         tiny=TinyModel(
             _config,
@@ -68,12 +63,9 @@ FAMILIES = (
             added_tokens=(_ROW_END, _IMAGE_END),
             image_text="<|image_pad|>",
         ),
-        language_path="model.language_model",
-        vision_path="model.vision_tower",
         checkpoint_prefixes=llava_prefixes("vision_tower."),
         vision_input="images",
         tower_type="pixtral",
-        projector_path="model.multi_modal_projector",
         language_types=("mistral",),
         vision_layers="transformer.layers",
         image_layout=_layout,

@@ -15,6 +15,7 @@ import torch
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64
 TILE_SIZE = 56
+TILE_PATCH_SIZE = 14
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
 ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
@@ -42,6 +43,16 @@ VISION: Mapping[str, Any] = {
     "initializer_range": INITIAL_STD,
 }
 """The config of a vision tower that takes patches."""
+
+TILE_VISION: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": TILE_SIZE,
+    "patch_size": TILE_PATCH_SIZE,
+}
+"""The config of a vision tower that takes tiles."""
 
 
 @dataclass(frozen=True, slots=True)
