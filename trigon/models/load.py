@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -16,6 +16,7 @@ from typing import Any, assert_never
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
@@ -39,7 +40,6 @@ from trigon.system.torchvision_stub import declare_operators
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 
 _TIED = ("embed_tokens.weight", "lm_head.weight")
-_BLOCK_ROWS = 16_384
 
 ATTENTION = "sdpa"
 """transformers' attention where group attention does not replace it.
@@ -125,29 +125,19 @@ def require_tied_head(folder: Path, config: Any) -> None:
     """
     if not getattr(config, "tie_word_embeddings", False):
         return
-    parts: dict[str, tuple[Path, str]] = {}
+    parts: dict[str, tuple[str, Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with _explain_errors("model", folder), safe_open(file, framework="pt") as tensors:
             found = ((name, part) for name in tensors.keys() for part in _TIED if name.endswith(part))  # noqa: SIM118
-            parts |= {part: (file, name) for name, part in found}
-    if len(parts) == len(_TIED) and not _is_same(*parts.values()):
+            parts |= {part: (name, tensors.get_tensor(name)) for name, part in found}  # mapped, not read
+    if len(parts) < len(_TIED):
+        return
+    (embedding_name, embedding), (head_name, head) = (parts[part] for part in _TIED)
+    if not torch.equal(embedding, head):
         raise ModelError(
-            f"The config.json in {folder} has tie_word_embeddings = true, but {parts[_TIED[1]][1]} is not a copy of "
-            f"{parts[_TIED[0]][1]}. If the head was trained on its own, set tie_word_embeddings to false there, or "
+            f"The config.json in {folder} has tie_word_embeddings = true, but {head_name} is not a copy of "
+            f"{embedding_name}. If the head was trained on its own, set tie_word_embeddings to false there, or "
             "worker.actor.model.override_config={tie_word_embeddings: false}; if not, remove it from the weights."
-        )
-
-
-def _is_same(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
-    """Return whether two tensors of safetensors files are equal, read some rows at a time."""
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(safe_open(file, framework="pt")).get_slice(name) for file, name in (one, other)
-        )
-        rows = first.get_shape()[0]
-        return first.get_shape() == second.get_shape() and all(
-            torch.equal(first[start : start + _BLOCK_ROWS], second[start : start + _BLOCK_ROWS])
-            for start in range(0, rows, _BLOCK_ROWS)
         )
 
 
@@ -199,8 +189,7 @@ def load_processors(
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
-    declare_operators()
-    hf_config = _load_config(folder, trust_remote_code=trust_remote_code)
+    hf_config = load_hf_config(folder, trust_remote_code=trust_remote_code)
     tokenizer = _load_tokenizer(
         folder if tokenizer_path is None else model_folder(tokenizer_path), trust_remote_code=trust_remote_code
     )
@@ -282,7 +271,13 @@ def load_hf_config(
     override_config: see load_model. Raises: ModelError for a damaged file, or an unknown key.
     """
     declare_operators()
-    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    from transformers import AutoConfig
+
+    _require_sizes(_read_json(folder / "config.json"), folder)
+    with _explain_errors("config", folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = None
     _override(config, override_config or {}, where="")
     return config
 
@@ -352,17 +347,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}). Download the model again.") from error
-
-
-def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    _require_sizes(_read_json(folder / "config.json"), folder)
-    with _explain_errors("config", folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    config._attn_implementation = ATTENTION
-    config._experts_implementation = None
-    return config
 
 
 def _require_sizes(content: Mapping[str, Any], folder: Path) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -368,14 +368,7 @@ class ModelSize:
     @property
     def all(self) -> UnitSize:
         """The sum over all units."""
-        units = self.units
-        return UnitSize(
-            text=sum(unit.text for unit in units),
-            vision=sum(unit.vision for unit in units),
-            unused=sum(unit.unused for unit in units),
-            text_adapters=sum(unit.text_adapters for unit in units),
-            vision_adapters=sum(unit.vision_adapters for unit in units),
-        )
+        return UnitSize(*map(sum, zip(*map(astuple, self.units), strict=True)))
 
     def trains_vision(self, model: TrainedModelConfig) -> bool:
         """Return whether the vision tower has gradients with these options."""

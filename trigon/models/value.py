@@ -152,22 +152,10 @@ def _row_values(
     return torch.stack([before, values(targets)]) if with_next else before
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """Return the same values, whose gradient is multiplied by a factor on its way back."""
     if not tensor.requires_grad:
         return tensor
-    scaled: Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    scaled = tensor.view_as(tensor)
+    scaled.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     return scaled
