@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trigon.errors import ModelError
-from trigon.models.families import family_named, family_of
-
-
-def test_the_error_for_an_unknown_model_type_lists_the_supported_ones_and_the_documentation() -> None:
-    with pytest.raises(
-        ModelError, match=r"'gpt2' are not supported\. Supported types: .*llama, .*qwen3_vl.*docs/model-families\.md"
-    ):
-        family_of(SimpleNamespace(model_type="gpt2"))
+from trigon.models.families import family_named
 
 
 @pytest.mark.parametrize(
-    ("unknown", "nearest"),
-    [("qwen2_audio", "qwen2_moe"), ("llama4", "llama"), ("internvl_chat", "internvl"), ("mixtral", "mistral")],
+    ("unknown", "with_vision", "nearest"),
+    [
+        ("gpt2", False, None),  # nothing is suggested for a series without a supported type
+        ("gpt_oss", False, None),
+        ("qwen2_audio", False, "qwen2_moe"),
+        ("llama4", False, "llama"),
+        ("internvl_chat", False, "internvl"),
+        ("mixtral", False, "mistral"),
+        *((name, True, r"qwen\w+") for name in ("qwen3_omni", "qwen3_omni_moe", "qwen4_exp", "qwen2_5_omni")),
+    ],
 )
-def test_the_error_names_the_nearest_supported_type(unknown: str, nearest: str) -> None:
-    with pytest.raises(ModelError, match=rf"The nearest supported type is '{nearest}'\."):
-        family_named(unknown)
-
-
-@pytest.mark.parametrize("unknown", ["qwen3_omni", "qwen3_omni_moe", "qwen4_exp", "qwen2_5_omni"])
-def test_a_model_with_a_vision_tower_is_not_advised_to_become_a_text_model(unknown: str) -> None:
+def test_the_error_of_an_unknown_type_lists_the_supported_ones_and_names_the_nearest(
+    unknown: str, with_vision: bool, nearest: str | None
+) -> None:
+    hint = "" if nearest is None else rf" The nearest supported type is '({nearest})'\."
+    listed = r" Supported types: .*llama, .*qwen3_vl.*docs/model-families\.md"
     with pytest.raises(ModelError) as caught:
-        family_named(unknown, with_vision=True)
-    nearest = re.search(r"nearest supported type is '(\w+)'", str(caught.value))
-    assert nearest is not None
-    assert nearest[1].startswith("qwen")
-    assert family_named(nearest[1]).has_vision
-
-
-def test_nothing_is_suggested_for_a_series_without_a_supported_type() -> None:
-    with pytest.raises(ModelError, match=r"'gpt_oss' are not supported\. Supported types"):
-        family_named("gpt_oss")
+        family_named(unknown, with_vision=with_vision)
+    found = re.match(rf"Models of type '{unknown}' are not supported\.{hint}{listed}", str(caught.value))
+    assert found is not None
+    if with_vision:
+        assert family_named(found[1]).has_vision
 
 
 @pytest.mark.parametrize(
@@ -102,10 +95,5 @@ def test_stacked_experts_become_one_tensor_for_each_expert_and_projection() -> N
     name = "model.language_model.layers.0.mlp.experts.down_proj"
     [(_, written)] = family_named("qwen3_vl_moe").checkpoint_tensors(name, stack)  # which is transposed
     assert written.tolist() == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], [[6.0, 9.0], [7.0, 10.0], [8.0, 11.0]]]
-
-
-def test_stacked_experts_stay_as_they_are() -> None:
-    stack = torch.arange(12.0).view(2, 2, 3)
-    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-    [(written_name, written)] = family_named("qwen3_5_moe").checkpoint_tensors(name, stack)
+    [(written_name, written)] = family_named("qwen3_5_moe").checkpoint_tensors(name, stack)  # as it is
     assert (written_name, written.tolist()) == (name, stack.tolist())

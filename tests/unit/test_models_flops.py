@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,14 +35,7 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
 
 
 def lengths_of(groups: list[RolloutGroup]) -> list[GroupLengths]:
-    return [
-        GroupLengths(
-            prompt=len(group.prompt.token_ids),
-            completions=tuple(len(rollout.completion.token_ids) for rollout in group.rollouts),
-            grids=() if group.prompt.vision is None else tuple(map(tuple, group.prompt.vision.grid_thw.tolist())),
-        )
-        for group in groups
-    ]
+    return [GroupLengths.of(group.prompt, [each.completion for each in group.rollouts]) for group in groups]
 
 
 def packed(groups: list[RolloutGroup], processors: Processors) -> PackedGroups:
@@ -76,25 +68,13 @@ def rectangles(processors: Processors, lengths: list[GroupLengths]) -> int:
     return 4 * text.num_hidden_layers * width * pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A policy, and a row of groups whose operations are counted."""
-
-    processors: Processors
-    policy: Policy
-    row: PackedGroups
-    lengths: list[GroupLengths]
-
-
-def open_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pass:
-    """Return a pass whose attention and experts torch counts."""
+def open_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Processors, Policy]:
+    """Return a policy whose attention and experts torch counts."""
     processors = processors_of(folder)
     model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
     model.set_experts_implementation("eager")
     stand_in(monkeypatch)
-    groups = make_groups(processors)
-    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
-    return Pass(processors, policy, packed(groups, processors), lengths_of(groups))
+    return processors, Policy(model, processors.family, temperature=1.0, banned_token_ids=())
 
 
 @pytest.mark.extended(but=["gemma3_text"])
@@ -103,8 +83,9 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     """Exactly, except for attention: torch counts masked pairs too."""
-    opened = open_pass(tiny_model(model_type), monkeypatch)
-    processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
+    processors, policy = open_pass(tiny_model(model_type), monkeypatch)
+    groups = make_groups(processors)
+    row, lengths = packed(groups, processors), lengths_of(groups)
 
     flops = forward_flops(dimensions_of(processors.hf_config), lengths)
     of_images = _attention_of_images(processors, lengths)
@@ -134,8 +115,9 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
 def test_linear_attention_counts_its_matrices_its_convolution_and_its_states(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
-    opened = open_pass(tiny_model(model_type), monkeypatch)
-    processors, policy, row, lengths = opened.processors, opened.policy, opened.row, opened.lengths
+    processors, policy = open_pass(tiny_model(model_type), monkeypatch)
+    groups = make_groups(processors)
+    row, lengths = packed(groups, processors), lengths_of(groups)
     flops = forward_flops(dimensions_of(processors.hf_config), lengths)
     tokens = len(row.token_ids)
 
@@ -166,15 +148,10 @@ def test_a_token_of_linear_attention_needs_three_products_with_the_state() -> No
     assert mode.get_total_flops() == 6 * state.numel()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl"])
 def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_model(model_type)
-    processors = processors_of(folder)
-    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
-    stand_in(monkeypatch)
-    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    processors, policy = open_pass(tiny_model("qwen3_vl"), monkeypatch)
     prompt = make_prompt(processors, [(6, 10)], seed=1)
     score = Score(0.0, {}, "ok", "")
     episodes = [make_episode(processors, each, seed=2) for each in ([(None, 3), ([(4, 6)], 2)], [([], 4)])]

@@ -76,15 +76,17 @@ def scored(
     banned: tuple[int, ...] = BANNED,
     chunk: int = 4,
     cap: float | None = None,
+    targets: Tensor = TARGETS,
+    entropy_gradient: bool = True,
 ) -> TokenLogprobs:
     return token_logprobs(
         states,
         weight,
-        TARGETS,
+        targets,
         temperature=temperature,
         banned_token_ids=banned,
         chunk_tokens=chunk,
-        entropy_gradient=True,
+        entropy_gradient=entropy_gradient,
         against=reference,
         logit_cap=cap,
     )
@@ -116,15 +118,8 @@ def test_chunks_give_the_same_values_and_gradients_as_the_full_tables(
 
 
 def test_equal_logits_by_hand() -> None:
-    scores = token_logprobs(
-        torch.ones(1, 2),
-        torch.zeros(5, 2),
-        torch.tensor([3]),
-        temperature=0.5,
-        banned_token_ids=(0,),
-        chunk_tokens=8,
-        entropy_gradient=False,
-    )
+    inputs, targets = (torch.ones(1, 2), torch.zeros(5, 2)), torch.tensor([3])
+    scores = scored(*inputs, temperature=0.5, banned=(0,), targets=targets, entropy_gradient=False)
     assert scores.logprobs.tolist() == pytest.approx([-math.log(4)])
     assert scores.entropy.tolist() == pytest.approx([math.log(4)])
     assert not scores.entropy.requires_grad
@@ -145,15 +140,8 @@ def test_large_logits_do_not_change_the_precision_of_values_and_gradients(quanti
     results = []
     for dtype in (torch.float32, torch.float64):
         states = logits.to(dtype).requires_grad_()  # with the identity as head these are the logits
-        scores = token_logprobs(
-            states,
-            torch.eye(VOCABULARY, dtype=dtype),
-            torch.full((len(logits),), 5 if quantity == "entropy" else 3),
-            temperature=1.0,
-            banned_token_ids=BANNED,
-            chunk_tokens=5,
-            entropy_gradient=True,
-        )
+        targets = torch.full((len(logits),), 5 if quantity == "entropy" else 3)
+        scores = scored(states, torch.eye(VOCABULARY, dtype=dtype), targets=targets, chunk=5)
         value = getattr(scores, quantity)
         (gradient,) = torch.autograd.grad(value.sum(), states)
         results.append((value.detach().double(), gradient.double()))
@@ -171,16 +159,7 @@ def test_the_full_kl_by_hand() -> None:
     states = torch.tensor([[1.0]], dtype=torch.float64)
     weight = torch.tensor([[math.log(1 / 4)], [math.log(3 / 4)], [9.0]], dtype=torch.float64)
     reference = Predictions(states, torch.tensor([[0.0], [0.0], [-9.0]], dtype=torch.float64))
-    [kl] = token_logprobs(
-        states,
-        weight,
-        torch.tensor([0]),
-        temperature=1.0,
-        banned_token_ids=(2,),
-        chunk_tokens=1,
-        entropy_gradient=False,
-        against=reference,
-    ).kl
+    [kl] = scored(states, weight, reference, banned=(2,), targets=torch.tensor([0])).kl
     assert float(kl) == pytest.approx(math.log(2) / -4 + 3 / 4 * math.log(3 / 2), rel=1e-12)
 
 
@@ -246,13 +225,6 @@ def test_a_chunk_has_as_many_rows_as_fit_and_at_least_one(vocabulary: int, devic
 
 def test_a_bound_of_logits_by_hand() -> None:
     """Logits of plus and minus infinity become plus and minus the bound."""
-    scores = token_logprobs(
-        torch.tensor([[1e30]]),
-        torch.tensor([[1.0], [-1.0]]),
-        torch.tensor([0]),
-        temperature=1.0,
-        banned_token_ids=(),
-        entropy_gradient=False,
-        logit_cap=math.log(3) / 2,
-    )
+    states, weight, targets = torch.tensor([[1e30]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0])
+    scores = scored(states, weight, banned=(), targets=targets, cap=math.log(3) / 2)
     assert scores.logprobs.tolist() == pytest.approx([math.log(3 / 4)])

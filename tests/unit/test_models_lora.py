@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from support.models import processors_of
+from support.models import policy_of, processors_of
 from support.oracle import concatenated, make_group, make_prompt, packed_logprobs
 from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model
@@ -36,10 +36,7 @@ def settings(targets: str = "all-linear", exclude: str | None = None) -> LoraCon
 
 
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Policy, Processors]:
-    processors = processors_of(folder)
-    model = load_model(str(folder), dtype=dtype, device="cpu")
-    banned = processors.banned_token_ids
-    return Policy(model, processors.family, temperature=1.0, banned_token_ids=banned), processors
+    return policy_of(folder, dtype=dtype), processors_of(folder)
 
 
 def with_lora(

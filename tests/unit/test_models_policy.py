@@ -11,26 +11,19 @@ import pytest
 import torch
 
 from support.critics import make_value_model
-from support.models import processors_of
+from support.models import policy_of, processors_of
 from support.oracle import make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
-from trigon.models.load import load_model
-from trigon.models.policy import Policy, computing_device
+from trigon.models.policy import computing_device
 from trigon.models.sizes import GroupLengths, dimensions_of, update_flops
 from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
 
 
-def make_policy(folder: Path) -> Policy:
-    processors = processors_of(folder)
-    model = load_model(str(folder), dtype=torch.float32, device="cpu")
-    return Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
-
-
 def test_named_weights_are_rounded_to_a_narrower_dtype_and_never_widened(tiny_model: TinyModel) -> None:
-    policy = make_policy(tiny_model("qwen2"))
+    policy = policy_of(tiny_model("qwen2"))
     exact, rounded = dict(policy.named_weights()), dict(policy.named_weights(torch.bfloat16))
     assert list(rounded) == list(exact)
     assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
@@ -40,8 +33,8 @@ def test_named_weights_are_rounded_to_a_narrower_dtype_and_never_widened(tiny_mo
 
 @pytest.mark.parametrize(("model_type", "tied"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen2", True)])
 def test_load_named_weights_restores_named_weights(tiny_model: TinyModel, model_type: str, tied: bool) -> None:
-    source = make_policy(tiny_model(model_type, seed=1, tie_word_embeddings=tied))
-    target = make_policy(tiny_model(model_type, seed=2, tie_word_embeddings=tied))
+    source = policy_of(tiny_model(model_type, seed=1, tie_word_embeddings=tied))
+    target = policy_of(tiny_model(model_type, seed=2, tie_word_embeddings=tied))
     weights = {name: weight.clone() for name, weight in source.named_weights()}
     target.load_named_weights(weights)
     assert all(torch.equal(weight, weights[name]) for name, weight in target.named_weights())
@@ -60,7 +53,7 @@ def test_load_named_weights_restores_named_weights(tiny_model: TinyModel, model_
 def test_weights_of_another_model_are_an_error_with_nothing_changed(
     tiny_vlm: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
-    policy = make_policy(tiny_vlm)
+    policy = policy_of(tiny_vlm)
     before = {name: weight.clone() for name, weight in policy.named_weights()}
     weights = {name: weight + 1.0 for name, weight in before.items()}
     change(weights)
@@ -70,7 +63,7 @@ def test_weights_of_another_model_are_an_error_with_nothing_changed(
 
 
 def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) -> None:
-    policy = make_policy(tiny_vlm)
+    policy = policy_of(tiny_vlm)
     processors = processors_of(tiny_vlm)
     group = make_group(make_prompt(processors, [(4, 4)], seed=0), [2], seed=1)
     (row,) = pack_rollouts([group], max_tokens=100, positions=lambda prompt: torch.zeros(3, len(prompt.token_ids)))
@@ -81,7 +74,7 @@ def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) 
 
 def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_5_vl")
-    policy, processors = make_policy(folder), processors_of(folder)
+    policy, processors = policy_of(folder), processors_of(folder)
     prompt = make_prompt(processors, [(4, 6)], seed=1)
     sequence = TrainSequence((1, 2, 3), *(torch.zeros(3),) * 3, None, None)
     groups = [TrainGroup(prompt, (sequence,) * 2)]
@@ -94,12 +87,12 @@ def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -
     assert frozen.value * 1e12 == pytest.approx(
         update_flops(dimensions_of(policy.model.config), lengths, trains_vision=False)
     )
-    assert make_policy(tiny_model("internvl")).update_work([]) == {}
+    assert policy_of(tiny_model("internvl")).update_work([]) == {}
 
 
 def test_a_critic_has_no_operations_of_a_head_over_the_vocabulary(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3")
-    policy, critic = make_policy(folder), make_value_model(folder)
+    policy, critic = policy_of(folder), make_value_model(folder)
     prompt = make_prompt(processors_of(folder), [], seed=1)
     groups = [TrainGroup(prompt, (TrainSequence((1, 2, 3), *(torch.zeros(3),) * 3, None, None),))]
     own, other = (each.update_work(groups)["actor/model_tflops"].value * 1e12 for each in (critic, policy))

@@ -34,10 +34,6 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-def modes(folder: Path) -> set[int]:
-    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
-
-
 def test_all_files_with_weights_have_the_mode_of_new_files(tmp_path: Path, umask: int) -> None:
     save_weights({"w": torch.arange(3.0)}, tmp_path / "model.safetensors")
     save_weights({"w": torch.arange(4.0)}, tmp_path / "model.safetensors")  # written again

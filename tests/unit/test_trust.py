@@ -33,7 +33,6 @@ PACKAGE = Path(trigon.__file__).parent
 # Where Trigon unpickles what it has pickled itself a moment before, in another process.
 OWN_PICKLES = {"system/user_code.py"}
 
-
 WORDS = r"\b(pickle|cloudpickle|marshal|eval|exec|yaml|sympify|trust_remote_code|torch\.load)\b"
 """A file without any of them has none of the calls of these tests."""
 
@@ -91,7 +90,6 @@ def test_code_of_model_repositories_is_never_trusted_by_the_package_itself():
     assert [(file, value) for file, value in given if value == "True"] == []
 
 
-@pytest.mark.faults
 def test_the_code_of_a_model_folder_does_not_run(tiny_vlm, tmp_path):
     folder, mark = tmp_path / "model", tmp_path / "mark"
     shutil.copytree(tiny_vlm, folder)
@@ -108,7 +106,6 @@ def test_the_code_of_a_model_folder_does_not_run(tiny_vlm, tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.faults
 def test_a_pickle_in_place_of_weights_does_not_run(tiny_vlm, tmp_path):
     folder, mark = tmp_path / "model", tmp_path / "mark"
     shutil.copytree(tiny_vlm, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -121,7 +118,6 @@ def test_a_pickle_in_place_of_weights_does_not_run(tiny_vlm, tmp_path):
     assert mark.exists()
 
 
-@pytest.mark.faults
 def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path):
     folder, mark = tmp_path / "weights", tmp_path / "mark"
     saved = {"a": torch.arange(6.0).view(2, 3)}
@@ -135,7 +131,6 @@ def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.faults
 @pytest.mark.usefixtures("own_datasets_cache")
 def test_the_script_of_a_dataset_does_not_run(tmp_path):
     folder, mark = tmp_path / "data", tmp_path / "mark"
@@ -170,7 +165,6 @@ with RunFolder(root / "checkpoints" / "run") as folder:
 
 
 @pytest.mark.extended
-@pytest.mark.faults
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
 def test_a_run_folder_has_the_permissions_of_the_umask(tmp_path, umask):
     command = [sys.executable, "-c", WRITE, str(tmp_path), f"{umask:o}"]
