@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.models import policy_of
 from support.oracle import (
     concatenated,
     group_of,
@@ -32,7 +33,7 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import ConfigError, EngineError
 from trigon.models.families import family_named, supported_model_types
-from trigon.models.load import Processors, auto_class, copy_side_files, load_hf_config, load_model, load_processors
+from trigon.models.load import Processors, auto_class, copy_side_files, load_hf_config, load_processors
 from trigon.models.policy import Policy
 from trigon.models.weight_files import save_weights
 from trigon.rollout.protocol import RolloutEngine
@@ -68,21 +69,20 @@ class FamilyModel:
     policy: Policy
 
 
-def changed_policy(folder: Path, processors: Processors) -> Policy:
+def changed_policy(folder: Path) -> Policy:
     """Return a policy of which every tensor differs from the folder's, to detect a stale one."""
-    model = load_model(str(folder), dtype=torch.float32, device="cpu")
-    generator = torch.Generator().manual_seed(7)
+    policy, generator = policy_of(folder, temperature=TEMPERATURE), torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in policy.model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return Policy(model, processors.family, temperature=TEMPERATURE, banned_token_ids=processors.banned_token_ids)
+    return policy
 
 
 @pytest.fixture(scope="module", params=supported_model_types())
 def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> FamilyModel:
     folder = tiny_model(request.param, tie_word_embeddings=request.param in TIED)
     processors = load_processors(str(folder))
-    return FamilyModel(folder, processors, changed_policy(folder, processors))
+    return FamilyModel(folder, processors, changed_policy(folder))
 
 
 def make_prompts(processors: Processors) -> list[Prompt]:
@@ -175,12 +175,7 @@ def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
             open_engine(engine_name, family_model.folder, family_model.processors)
         return
     prompts = make_prompts(family_model.processors)
-    before = Policy(
-        load_model(str(family_model.folder), dtype=torch.float32, device="cpu"),
-        family,
-        temperature=TEMPERATURE,
-        banned_token_ids=family_model.processors.banned_token_ids,
-    )
+    before = policy_of(family_model.folder, temperature=TEMPERATURE)
     engine = open_engine(engine_name, family_model.folder, family_model.processors)
     differences = []
     try:
@@ -240,10 +235,9 @@ def wide(
     return folder
 
 
-def rounded(policy: Policy, folder: Path, processors: Processors) -> Policy:
+def rounded(policy: Policy, folder: Path) -> Policy:
     """Return a policy with the same weights that computes in bfloat16."""
-    model = load_model(str(folder), dtype=torch.bfloat16, device="cpu")
-    copy = Policy(model, processors.family, temperature=TEMPERATURE, banned_token_ids=processors.banned_token_ids)
+    copy = policy_of(folder, dtype=torch.bfloat16, temperature=TEMPERATURE)
     copy.load_named_weights(dict(policy.named_weights()))
     return copy
 
@@ -254,13 +248,7 @@ def test_vllm_samples_with_the_changed_weights_of_linear_attention(wide: Path) -
     """They differ from float32 by no more than twice as much as the trainer in bfloat16 does."""
     processors = load_processors(str(wide))
     prompts = make_prompts(processors)
-    before = Policy(
-        load_model(str(wide), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=TEMPERATURE,
-        banned_token_ids=processors.banned_token_ids,
-    )
-    after = changed_policy(wide, processors)
+    before, after = policy_of(wide, temperature=TEMPERATURE), changed_policy(wide)
     engine = make_vllm_engine(wide, processors, limit_images=2, dtype="bf16", weight_check_freq=1)
     try:
         for version, policy in enumerate((before, after, before)):
@@ -272,8 +260,7 @@ def test_vllm_samples_with_the_changed_weights_of_linear_attention(wide: Path) -
             ]
             with torch.no_grad():
                 exact, own = (
-                    concatenated(packed_logprobs(each, processors, groups))
-                    for each in (policy, rounded(policy, wide, processors))
+                    concatenated(packed_logprobs(each, processors, groups)) for each in (policy, rounded(policy, wide))
                 )
             assert max_difference(policy, processors, prompts, completions) <= 2 * float((own - exact).abs().max())
     finally:

@@ -78,39 +78,27 @@ def check(peaks) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.long(but=["autocast-checkpointing"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.long(but=["autocast-checkpointing", "qwen3_5-frozen vision", "qwen3_5-lora"])
 @pytest.mark.parametrize(
-    ("case", "formats"),
-    [*product(FAMILIES, FORMATS), *product(["frozen vision", "lora", "tied"], ["float32", "autocast"])],
+    ("model_type", "part", "formats", "checkpointing"),
+    [
+        *product(FAMILIES, ["all"], FORMATS, ["", "checkpointing"]),
+        *product(["qwen2_5_vl"], ["frozen vision", "lora", "tied"], ["float32", "autocast"], ["", "checkpointing"]),
+        *product(["qwen3_5"], ["frozen vision", "lora"], ["float32", "autocast"], [""]),
+    ],
 )
-def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, case, formats, checkpointing):
+def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, model_type, part, formats, checkpointing):
     dtype, compute_dtype = FORMATS[formats]
     engine = make_engine(
-        tiny_model(case if case in FAMILIES else "qwen2_5_vl", tie_word_embeddings=case == "tied"),
+        tiny_model(model_type, tie_word_embeddings=part == "tied"),
         dtype=dtype,
         compute_dtype=compute_dtype,
-        checkpointing=checkpointing,
-        freeze=case == "frozen vision",
-        lora_rank=4 if case == "lora" else 0,
+        checkpointing=bool(checkpointing),
+        freeze=part == "frozen vision",
+        lora_rank=4 if part == "lora" else 0,
     )
-    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=case == "lora"))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("part", ["frozen vision", "lora"])
-@pytest.mark.parametrize("formats", ["float32", "autocast"])
-def test_linear_attention_with_frozen_parts_or_adapters_is_counted(tiny_model, part, formats):
-    dtype, compute_dtype = FORMATS[formats]
-    has_adapters = part == "lora"
-    engine = make_engine(
-        tiny_model("qwen3_5"),
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        freeze=not has_adapters,
-        lora_rank=4 if has_adapters else 0,
-    )
-    check(measure(engine, checkpointing=False, compute_dtype=compute_dtype, has_adapters=has_adapters))
+    options = {"checkpointing": bool(checkpointing), "compute_dtype": compute_dtype}
+    check(measure(engine, **options, has_adapters=part == "lora"))
 
 
 def test_the_load_of_the_experts_keeps_their_probabilities(tiny_model):
