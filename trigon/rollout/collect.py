@@ -78,16 +78,12 @@ def collect_until(
     Which completions a reward function receives in one call depends on the prompts alone, and not
     on the time at which they ended. num_groups, num_required: see Until.
     """
-    n, prompts, until = sampling.n, [each.prompt for each in work], None
+    prompts, until = [each.prompt for each in work], None
     if num_groups < len(work) or any(each.completions for each in work):
         until = Until(num_groups, num_required, tuple(each.completions for each in work))
     with _scoring(prompts, rewards, sampling) as scoring:
         with phase("gen", total=_count_pending(work, sampling)) as advance:
-
-            def add(index: int, completions: Sequence[Completion]) -> None:
-                scoring.add(index, completions, count(index * n), count(len(prompts) * n + index))
-
-            rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=add)
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=advance, on_group=scoring.add)
         if rows and not any(rows) and not may_all_fail:
             raise nothing_sampled(len(rows))
         with phase("reward") as advance:
@@ -117,19 +113,15 @@ def collect_until_interrupted(
     """
     prompts = [each.prompt for each in work]
     until = Until(len(work), 0, tuple(each.completions for each in work), interruption)
-    slots, separate_slots = count(), count(len(prompts) * sampling.n)
-    with _scoring(prompts, rewards, sampling, min_counted=min_counted) as scoring:
+    with _scoring(prompts, rewards, sampling, as_they_end=True, min_counted=min_counted) as scoring:
         with phase("gen", total=_count_pending(work, sampling)) as advance:
-
-            def add(index: int, completions: Sequence[Completion]) -> None:
-                scoring.add(index, completions, slots, separate_slots)
 
             def report(num_finished: int | None) -> None:
                 for _, group in scoring.pop_scored():
                     on_scored(group)
                 advance(num_finished)
 
-            rows = rollout.generate(prompts, sampling, until=until, on_progress=report, on_group=add)
+            rows = rollout.generate(prompts, sampling, until=until, on_progress=report, on_group=scoring.add)
         with phase("reward") as advance:
             for _, group in scoring.finish(on_progress=advance):
                 on_scored(group)
@@ -194,14 +186,19 @@ class Evaluator:
 
 @contextmanager
 def _scoring(
-    prompts: Sequence[Prompt], rewards: RewardPool, sampling: SamplingParams, *, min_counted: int = 0
+    prompts: Sequence[Prompt],
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    *,
+    as_they_end: bool = False,
+    min_counted: int = 0,
 ) -> Iterator[_Scoring]:
     with rewards.scoring(
         num_completions=len(prompts) * sampling.n,
         num_separate=len(prompts) * (sampling.num_completions - sampling.n),
         min_counted=min_counted,
     ) as scoring:
-        yield _Scoring(scoring, prompts, sampling.n)
+        yield _Scoring(scoring, prompts, sampling.n, as_they_end=as_they_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +221,22 @@ class _Scoring:
         slot       0 ... n - 1 | n ... 2 n - 1 | ... | P n      | P n + 1  | ...
         request    of one row    of another            baseline   baseline
 
+    Rows have slots in their own order, or without gaps in the order in which they end: as_they_end.
     The greedy completion of a row is scored by itself, so that a function that receives several
     completions at a time receives the n others alone.
     """
 
-    def __init__(self, scoring: Scoring, prompts: Sequence[Prompt], n: int) -> None:
+    def __init__(self, scoring: Scoring, prompts: Sequence[Prompt], n: int, *, as_they_end: bool) -> None:
         self._scoring, self._prompts, self._n = scoring, prompts, n
+        self._next_slots = (count(), count(len(prompts) * n)) if as_they_end else None
         self._waiting: dict[int, _ScoredRow] = {}  # by the index of the prompt
 
-    def add(
-        self, index: int, completions: Sequence[Completion], slots: Iterator[int], separate_slots: Iterator[int]
-    ) -> None:
-        """Begin to score the completions of a prompt; none, if the engine failed to sample it.
-
-        slots: the slots of the next requests. separate_slots: the slots of the next baselines.
-        """
+    def add(self, index: int, completions: Sequence[Completion]) -> None:
+        """Begin to score the completions of a prompt; none, if the engine failed to sample it."""
         if not completions:
             return
+        own_slots = count(index * self._n), count(len(self._prompts) * self._n + index)
+        slots, separate_slots = self._next_slots or own_slots
         prompt, sampled, baselines = self._prompts[index], completions[: self._n], completions[self._n :]
         taken = [None if each.error else next(slots) for each in sampled]
         separate = [None if each.error else next(separate_slots) for each in baselines]
