@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -340,15 +340,13 @@ class RolloutBuffer(ABC):
             ]
 
     @property
-    def _filtered_ids(self) -> set[str]:
-        """The ids of what was filtered out since the last batch.
+    def _known_ids(self) -> set[str]:
+        """The ids of what is held, and of what was filtered out since the last batch.
 
         Under such an id a prompt that is drawn again would be sampled with the same seeds.
         """
-        return {group.prompt.prompt_id for group, _ in self._found.filtered}
-
-    def _awake(self, weights: WeightsHandle, version: int) -> AbstractContextManager[None]:
-        return awake(self._rollout, weights, version=version, phase=self._report.phase)
+        held = [*self._found.groups, *(group for group, _ in self._found.filtered)]
+        return {group.prompt.prompt_id for group in held} | set(by_id(self._found.unfinished))
 
     def _wait_for(self, call: SamplingCall[Any], until: Callable[[], bool] = lambda: False) -> None:
         """Wait until a call is done, or something else holds, which is asked now and then."""

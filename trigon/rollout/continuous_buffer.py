@@ -21,6 +21,7 @@ from trigon.rollout.buffer import (
     Position,
     RolloutBuffer,
     Running,
+    awake,
     by_id,
     completions_of,
     describe_shortage,
@@ -194,14 +195,13 @@ class ContinuousBuffer(RolloutBuffer):
         most = math.ceil(per_step * (1 + steps_ahead) * (1.0 + config.worker.rollout.oversampling))
         if not config.algorithm.online_filtering:  # no more than is ever learned from
             most = min(most, per_step * (self._plan.total_steps - step + 1))
-        known = {group.prompt.prompt_id for group in found.groups} | self._filtered_ids
-        known |= {each.prompt.prompt_id for each in found.unfinished}
-        new = self._draw(step, max(0, most - len(found.groups) - len(found.unfinished)), known, report.phase)
+        num_new = max(0, most - len(found.groups) - len(found.unfinished))
+        new = self._draw(step, num_new, self._known_ids, report.phase)
         carried = describe_carried([each for each in found.unfinished if each.completions])
         found.unfinished.sort(key=lambda each: find_oldest_version(each.completions, version))
         found.unfinished += new
         first = (found.unfinished or found.groups)[0].prompt
-        with self._awake(weights, version), report.phase("parity"):
+        with awake(self._rollout, weights, version=version, phase=report.phase), report.phase("parity"):
             # None of the groups has these weights yet, so each replica samples a few tokens.
             probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, version=version)
         found.metrics = merge(found.metrics, carried, self._rollout.pop_metrics())

@@ -27,6 +27,8 @@ CompleteText = Callable[[Prompt, int, int], str | None]
 class FakeEngine:
     """Returns the text of `complete`, cut at max_tokens. Satisfies RolloutEngine."""
 
+    num_replicas = 1
+
     def __init__(
         self,
         *,
@@ -69,11 +71,6 @@ class FakeEngine:
         )
         self._version: int | None = None
         self._awake = False
-
-    @property
-    def num_replicas(self) -> int:
-        """See RolloutEngine."""
-        return 1
 
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:

@@ -92,21 +92,15 @@ class Interruption:
 
     drain: turns that have a token continue to their ends, and no other turns begin; a completion of
     one turn is therefore sampled to its end. stop: all turns stop.
+    kind: the requested kind; None: none is requested.
     """
 
-    def __init__(self) -> None:
-        """Start without a request."""
-        self._kind: InterruptKind | None = None
-
-    @property
-    def kind(self) -> InterruptKind | None:
-        """The requested kind; None: none is requested."""
-        return self._kind
+    kind: InterruptKind | None = None
 
     def ask(self, kind: InterruptKind) -> None:
         """Request this, unless a stop is requested already."""
-        if self._kind != "stop":
-            self._kind = kind
+        if self.kind != "stop":
+            self.kind = kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

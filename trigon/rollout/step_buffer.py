@@ -14,7 +14,17 @@ from typing import Any
 
 from trigon.errors import EngineError, LostSamplersError, first_line
 from trigon.metrics import Metrics, Sum, merge
-from trigon.rollout.buffer import NUM_SKIPPED, Batch, Found, Position, RolloutBuffer, Running, by_id, describe_shortage
+from trigon.rollout.buffer import (
+    NUM_SKIPPED,
+    Batch,
+    Found,
+    Position,
+    RolloutBuffer,
+    Running,
+    awake,
+    by_id,
+    describe_shortage,
+)
 from trigon.rollout.collect import Collected, collect_until, nothing_sampled
 from trigon.rollout.parity import ended_in_step
 from trigon.rollout.protocol import Work
@@ -40,7 +50,7 @@ class StepBuffer(RolloutBuffer):
         needed = per_step - len(self._found.groups)
         sampled: list[RolloutGroup] = []
         work: Sequence[Work] = ()
-        with self._awake(weights, version):
+        with awake(self._rollout, weights, version=version, phase=report.phase):
             if needed > 0:
                 work = self._found.unfinished
                 with self._clock.waiting(), self._clock.sampling():
@@ -155,7 +165,7 @@ class StepBuffer(RolloutBuffer):
         filters, max_rounds = config.algorithm.online_filtering, config.trainer.max_try_make_batch
         found = Found(unfinished=list(work))
         num_carried = {each.prompt.prompt_id: each.num_carried for each in work}
-        known = {group.prompt.prompt_id for group in self._found.groups} | set(num_carried) | self._filtered_ids
+        known = self._known_ids | set(num_carried)
         num_left = per_step * (self._plan.total_steps - step + 1) - len(self._found.groups)
         rounds = num_failed_last = 0  # prompts of the last rounds, in which every prompt failed
         while len(found.groups) < needed:
@@ -173,7 +183,8 @@ class StepBuffer(RolloutBuffer):
             num_fresh = max(0, num_sampled - len(begun))
             chosen, left = [*begun, *fresh[:num_fresh]], fresh[num_fresh:]
             chosen += self._draw(step, max(0, num_sampled - len(chosen)), known, phase)
-            waits_for = [each for each in chosen if step == self._plan.total_steps or self._is_oldest(each)]
+            is_last, most = step == self._plan.total_steps, config.worker.rollout.max_carried_steps
+            waits_for = [each for each in chosen if is_last or each.num_carried >= most]
             collected = collect_until(
                 chosen,
                 self._rollout,
@@ -205,10 +216,6 @@ class StepBuffer(RolloutBuffer):
         if filters:
             self._end_filtering(found, needed, rounds)
         return found
-
-    def _is_oldest(self, work: Work) -> bool:
-        """Return whether a step waits for work, since other steps have left it to the next one."""
-        return work.num_carried >= self._config.worker.rollout.max_carried_steps
 
     def _add(self, collected: Collected, found: Found, num_prompts: int) -> int:
         """Add what a round has sampled to what is found; return how many prompts failed.

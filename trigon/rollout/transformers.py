@@ -33,6 +33,8 @@ from trigon.types import Completion, Prompt, SamplingParams, Vision, WeightsHand
 class TransformersEngine:
     """Samples with its own copy of the model. Satisfies RolloutEngine."""
 
+    num_replicas = 1
+
     def __init__(
         self,
         *,
@@ -82,11 +84,6 @@ class TransformersEngine:
         self._recorder = ExpertRecorder(self._model, processors.family) if records_experts else None
         self._version: int | None = None
         self._awake = False
-
-    @property
-    def num_replicas(self) -> int:
-        """See RolloutEngine."""
-        return 1
 
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:

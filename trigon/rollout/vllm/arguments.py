@@ -71,11 +71,6 @@ class VllmSettings:
         return None if runner == "auto" else runner
 
     @property
-    def skip_special_tokens(self) -> bool:
-        """Whether special tokens are left out of Completion.text."""
-        return self.config.worker.reward.skip_special_tokens
-
-    @property
     def records_experts(self) -> bool:
         """Whether completions have the experts that their tokens used."""
         return self.config.worker.actor.replays_routing

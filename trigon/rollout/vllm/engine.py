@@ -40,6 +40,8 @@ class VllmEngine:
     log-probabilities, bit for bit, on one machine.
     """
 
+    num_replicas = 1
+
     def __init__(
         self,
         settings: VllmSettings,
@@ -61,7 +63,7 @@ class VllmEngine:
         self._episodes = Episodes(
             episodes,
             tokenizer=processors.tokenizer,
-            skip_special_tokens=settings.skip_special_tokens,
+            skip_special_tokens=settings.config.worker.reward.skip_special_tokens,
             stop_token_ids=processors.stop_token_ids,
             turn_by_turn=settings.device == "cpu",
             tracer=tracer,
@@ -144,11 +146,6 @@ class VllmEngine:
         self._sleep()
         if is_frozen:
             gc.freeze()
-
-    @property
-    def num_replicas(self) -> int:
-        """See RolloutEngine."""
-        return 1
 
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
