@@ -177,13 +177,6 @@ def test_a_trace_has_the_decode_steps_after_the_prompts_and_changes_no_token(eng
     assert any(event.get("name", "").startswith("aten::") for event in events)
 
 
-def test_the_same_text_with_another_image_has_other_log_probabilities(engine, weights, prompts):
-    same_id = [replace(prompts[0], prompt_id="x"), replace(prompts[1], prompt_id="x")]
-    with engine.awake(handle_of(weights), version=0):
-        first, second = engine.generate(same_id, SAMPLING)
-    assert all(a.sampling_logprobs[0] != b.sampling_logprobs[0] for a, b in zip(first, second, strict=True))
-
-
 def test_completions_of_a_group_share_the_full_blocks_of_a_short_prompt(engine, weights, prompts, monkeypatch):
     step, shared = engine._llm_engine.step, {}
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import torch
@@ -79,6 +79,9 @@ class Record:
 
     events: list[str] = field(default_factory=list)
     learned: list[list[TrainGroup]] = field(default_factory=list)
+
+
+Engine = TypeVar("Engine", bound=FakeEngine)
 
 
 class RecordingEngine(FakeEngine):
@@ -201,6 +204,13 @@ def plan_of(*, steps: int, per_step: int = 4, per_update: int = 4, epochs: int =
     return make_plan(config, num_train_prompts=NUM_PROMPTS)
 
 
+def engine_of(parts: SharedParts, kind: type[Engine], complete=sometimes_right, **options: Any) -> Engine:
+    """Return a fake engine of this class with the trainer's log-probabilities."""
+    stop = parts.processors.stop_token_ids[0]
+    options = {"token_logprob": FAKE_LOGPROB} | options
+    return kind(tokenizer=parts.processors.tokenizer, stop_token_id=stop, complete=complete, **options)
+
+
 @contextmanager
 def open_run(
     parts: SharedParts,
@@ -223,13 +233,8 @@ def open_run(
     """
     with ExitStack() as stack:
         record = Record()
-        rollout = RecordingEngine(
-            tokenizer=parts.processors.tokenizer,
-            stop_token_id=parts.processors.stop_token_ids[0],
-            complete=complete,
-            token_logprob=token_logprob,
-            tokens_per_step=tokens_per_step,
-        )
+        options = {"token_logprob": token_logprob, "tokens_per_step": tokens_per_step}
+        rollout = engine_of(parts, RecordingEngine, complete, **options)
         rollout.record = record
         trainer = RecordingTrainer(record)
         run_folder = stack.enter_context(RunFolder(folder))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 
 from support.fake_runs import (
-    SAMPLING,
     SplitEngine,
     StoppingReference,
+    engine_of,
     full_settings,
     latest_checkpoint,
     lines_of,
     open_run,
     plan_of,
-    prompts_of,
     rollouts_of,
     saved_steps,
     sometimes_right,
@@ -24,13 +20,9 @@ from support.fake_runs import (
 )
 from trigon.errors import LostSamplersError, RewardError
 from trigon.loop import train
-from trigon.metrics import EffectiveShare, Max, Mean, Min, Sum
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.sampling_call import PoolClock
-from trigon.rollout.saved import groups_state, load_groups, load_metrics, metrics_state
 from trigon.system.stopping import Grace
-from trigon.training.fake import FAKE_LOGPROB
-from trigon.types import Completion, Rollout, RolloutGroup, Score
 
 
 class FailingEngine(SplitEngine):
@@ -47,12 +39,7 @@ class FailingEngine(SplitEngine):
 
 def ahead(parts, *, complete=sometimes_right, failure=None):
     """Return the settings of a run that samples one step ahead."""
-    rollout = FailingEngine(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=complete,
-        token_logprob=FAKE_LOGPROB,
-    )
+    rollout = engine_of(parts, FailingEngine, complete)
     rollout.failure = failure
     return {"rollout": rollout, "max_staleness": 1, "hybrid_engine": False}
 
@@ -137,25 +124,6 @@ def test_groups_ahead_are_learned_from_by_a_run_with_smaller_steps(parts, tmp_pa
     # Of the four groups of version 0 two are too old for the third step, which samples them again.
     assert versions_of(tmp_path) == [{0}, {0}, {2}, {2}]
     assert [len(rows) for name, rows in rollouts_of(tmp_path).items() if name.startswith("step")] == [12, 6, 6, 6]
-
-
-def test_groups_and_metrics_in_a_checkpoint_are_what_they_were(parts, tmp_path):
-    metrics = {"a": Mean(1.0, 3.0), "b": Sum(2.0), "c": Max(0.1), "d": Min(-1.0), "e": EffectiveShare(1.0, 2.0, 3.0)}
-    assert load_metrics(json.loads(json.dumps(metrics_state(metrics)))) == metrics
-    with open_run(parts, tmp_path) as run:
-        prompts = prompts_of(run)
-        rollout = Rollout(Completion((5, 6), (-0.1, -1 / 3), "stop", "x", 2), Score(0.1, {"overall": 0.1}, "ok", ""))
-        greedy = Rollout(Completion((5,), (0.0,), "stop", "y", 2), Score(0.0, {}, "failed", "as asked"))
-        group = RolloutGroup(prompts.take(1)[0], (rollout,), greedy)
-        state = json.loads(json.dumps(groups_state([group, group])))
-        loaded, work = load_groups(state, prompts, replace(SAMPLING, n=1, with_baseline=True), warn=pytest.fail)
-        assert [(each.rollouts, each.baseline) for each in loaded] == [((rollout,), greedy)] * 2
-        assert work == []
-        for n, with_baseline in ((2, True), (1, False)):
-            warnings, sampling = [], replace(SAMPLING, n=n, with_baseline=with_baseline)
-            loaded, work = load_groups(state, prompts, sampling, warn=warnings.append)
-            assert (loaded, len(warnings)) == ([], 1)
-            assert [each.prompt.prompt_id for each in work] == [group.prompt.prompt_id] * 2
 
 
 def test_idle_times_are_those_without_sampling_and_those_of_waiting():

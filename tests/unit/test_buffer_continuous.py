@@ -19,6 +19,7 @@ from support.fake_runs import (
     SplitEngine,
     StoppingReference,
     check_ages,
+    engine_of,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -38,7 +39,6 @@ from trigon.loop import train
 from trigon.report.console import Console
 from trigon.report.delivery import Hooks
 from trigon.system.stopping import Grace
-from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion
 
 PER_STEP = 4
@@ -112,13 +112,7 @@ class StreamingEngine(SplitEngine):
 
 def stream(parts, k, partial, *, steps, complete=sometimes_right, tokens_per_step=1, waits=False, **options):
     """Return the settings of a run. waits: a step waits until all that may begin has ended."""
-    rollout = StreamingEngine(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=complete,
-        token_logprob=FAKE_LOGPROB,
-        tokens_per_step=tokens_per_step,
-    ).prepare(**options)
+    rollout = engine_of(parts, StreamingEngine, complete, tokens_per_step=tokens_per_step).prepare(**options)
 
     def on_rollouts(groups):
         rollout.num_steps += 1

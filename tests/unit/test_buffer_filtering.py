@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ from support.fake_runs import (
     FILTER,
     SAMPLING,
     SplitEngine,
+    engine_of,
     latest_checkpoint,
     learned_rewards,
     lines_of,
@@ -38,9 +37,6 @@ from trigon.report.run_folder import RunFolder
 from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.episode_state import sample_seed
-from trigon.rollout.saved import groups_state, load_groups
-from trigon.training.fake import FAKE_LOGPROB
-from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
 def test_filtered_groups_are_replaced_by_others_and_recorded(parts, tmp_path):
@@ -105,12 +101,7 @@ def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
 
 
 def test_groups_that_pass_are_counted_once_where_a_batch_ahead_had_too_few(parts, tmp_path):
-    rollout = SplitEngine(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=mixed_by_prompt,
-        token_logprob=FAKE_LOGPROB,
-    )
+    rollout = engine_of(parts, SplitEngine, mixed_by_prompt)
     settings = FILTER | {"max_try_make_batch": 1, "max_staleness": 1, "hybrid_engine": False, "rollout": rollout}
     train_in(tmp_path, parts, plan=plan_of(steps=3), **settings)
     lines = lines_of(tmp_path)
@@ -240,31 +231,3 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
     assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
     assert lines_of(tmp_path)[1]["reward_function/num_missing_baselines"] == 1.0
-
-
-def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
-    files = (b"first", b"second")
-    images = EncodedMedia(files, tuple(hashlib.sha256(each).hexdigest() for each in files))
-    prompt = Prompt("train:0", (1, 2), None, "", None, {}, ())
-    episode = Completion(
-        (1, 2, 9, 3),
-        (-0.5, -0.25, -1.0),
-        "turns",
-        "a\nb",
-        3,
-        turns=(Turn(0, 2, "a", reward=0.1), Turn(3, 4, "b", "<image><image>", None, 2, ((56, 28), (84, 56)))),
-        vision=images,
-    )
-    failed = Completion((1,), (0.0,), "stop", "", 3, error="the environment died")
-    plain = Completion((1, 2), (-0.5, -0.5), "stop", "ab", 3)
-    score = Score(1.0, {"overall": 1.0}, "ok", "")
-    group = RolloutGroup(prompt, tuple(Rollout(each, score) for each in (episode, failed, plain)))
-
-    class Prompts:
-        def rebuild(self, prompt_id):
-            return prompt
-
-    state = json.loads(json.dumps(groups_state([group])))
-    [loaded], _ = load_groups(state, Prompts(), SAMPLING, warn=pytest.fail)
-    assert [each.completion for each in loaded.rollouts] == [episode, failed, plain]
-    assert loaded.rollouts[0].completion.vision.encoded == files

@@ -1,4 +1,4 @@
-"""Oversampling: steps that stop early, and completions that continue in the next step."""
+"""Oversampling: steps that stop early, and the completions that they leave to the next one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.fake_runs import (
     SAMPLING,
     SplitEngine,
     check_ages,
+    engine_of,
     full_settings,
     latest_checkpoint,
     lines_of,
@@ -24,118 +25,19 @@ from support.fake_runs import (
     rows_by_step,
     train_in,
 )
-from support.rollout import NO_WEIGHTS
-from trigon.errors import BadRow, EngineError
+from trigon.errors import EngineError
 from trigon.loop import train
 from trigon.metrics import values
-from trigon.rollout.episode_state import sample_seed, turn_seed
 from trigon.rollout.episodes import newest_draw
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.parity import ended_in_step
-from trigon.rollout.protocol import Until, Work
-from trigon.rollout.saved import completion_state, groups_state, load_completion, load_groups, load_work, work_state
+from trigon.rollout.protocol import Work
 from trigon.rollout.statistics import describe_carried, describe_staleness
-from trigon.training.fake import FAKE_LOGPROB
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
-
-LONG = replace(SAMPLING, n=2, max_tokens=40)
 
 
 def prompt(number):
     return Prompt(f"train:{number}", (1, 2, 3), None, "?", str(number), {}, ())
-
-
-def engine(tokenizer, complete, *, tokens_per_step=2, token_logprob=-1.0):
-    return FakeEngine(
-        tokenizer=tokenizer,
-        stop_token_id=tokenizer.eos_token_id,
-        complete=complete,
-        token_logprob=token_logprob,
-        tokens_per_step=tokens_per_step,
-    )
-
-
-@pytest.fixture(scope="module")
-def letters(tokenizer):
-    """Return a function that completes with a number of tokens, each of them one letter."""
-    one = next(letter for letter in "xyz0" if len(tokenizer.encode(letter * 9, add_special_tokens=False)) == 9)
-
-    def complete(so_far, version, seed):
-        return one * max(0, int(so_far.ground_truth) - (len(so_far.token_ids) - 3))
-
-    return complete
-
-
-def test_each_token_keeps_its_version_and_its_log_probability(tokenizer, letters):
-    first, second = engine(tokenizer, letters), engine(tokenizer, letters, token_logprob=-2.0)
-    finished = []
-    with first.awake(NO_WEIGHTS, version=3):
-        rows = first.generate(
-            [prompt(3), prompt(9)], LONG, until=Until(1), on_group=lambda index, _: finished.append(index)
-        )
-    assert finished == [0]
-    assert [each.finish_reason for row in rows for each in row] == ["stop", "stop", "unfinished", "unfinished"]
-    begun = rows[1][0]
-    assert (len(begun.token_ids), begun.sampling_logprobs, begun.text) == (4, (-1.0,) * 4, "")
-    assert begun.version_runs == ((3, 4),)
-    with second.awake(NO_WEIGHTS, version=4):
-        [row] = second.generate([prompt(9)], LONG, until=Until(1, begun=(tuple(rows[1]),)))
-    for completion in row:
-        assert completion.token_ids[:4] == begun.token_ids
-        assert len(completion.token_ids) == 10
-        assert completion.token_ids[-1] == tokenizer.eos_token_id
-        assert completion.sampling_logprobs == (-1.0,) * 4 + (-2.0,) * 6
-        assert completion.policy_versions == completion.version_runs == ((3, 4), (4, 6))
-        assert completion.policy_version == 4
-        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        assert len(completion.turns) == 1
-        assert (completion.turns[0].start, completion.turns[0].end) == (0, 10)
-
-
-def test_a_completion_continues_twice_and_under_the_same_weights_as_one(tokenizer, letters):
-    fake, begun = engine(tokenizer, letters), ()
-    limited = replace(LONG, max_tokens=6)
-    with fake.awake(NO_WEIGHTS, version=0):
-        [_, row] = fake.generate([prompt(1), prompt(30)], limited, until=Until(1))
-        [row] = fake.generate([prompt(30)], limited, until=Until(1, begun=(tuple(row),)))
-    assert [(len(each.token_ids), each.finish_reason) for each in row] == [(6, "length")] * 2
-    for version in (0, 0, 1):
-        with fake.awake(NO_WEIGHTS, version=version):
-            rows = fake.generate([prompt(2), prompt(9)], LONG, until=Until(1, begun=begun))
-        begun = ((), tuple(rows[1]))
-    assert begun[1][0].version_runs == ((0, 8), (1, 2))
-    with fake.awake(NO_WEIGHTS, version=1):
-        [whole] = fake.generate([prompt(9)], LONG)
-    assert begun[1][0].token_ids == whole[0].token_ids
-    assert begun[1][0].finish_reason == "stop"
-
-
-def test_what_continues_has_a_seed_of_its_own(tokenizer):
-    seeds = []
-
-    def complete(so_far, version, seed):
-        seeds.append(seed)
-        return "a b c d e f g h i j"
-
-    fake = engine(tokenizer, complete)
-    with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate([prompt(0)], LONG, until=Until(1, num_required=1))
-        begun = tuple(replace(each, finish_reason="unfinished") for each in rows[0])
-        fake.generate([prompt(0)], LONG, until=Until(1, begun=(begun,)))
-    first = [sample_seed(LONG.seed, draw=0, prompt_id="train:0", sample=sample) for sample in (0, 1)]
-    assert seeds == [*first, *(turn_seed(seed, 0, num_begun=len(begun[0].token_ids)) for seed in first)]
-    assert len(set(seeds)) == 4
-
-
-def test_required_groups_are_waited_for(tokenizer, letters):
-    fake = engine(tokenizer, letters)
-    prompts = [prompt(20), prompt(2), prompt(30)]
-    with fake.awake(NO_WEIGHTS, version=0):
-        rows = fake.generate(prompts, LONG, until=Until(1, num_required=1))
-        none = fake.generate(prompts, LONG, until=Until(0))
-    assert [row[0].finish_reason for row in rows] == ["stop", "stop", "unfinished"]
-    assert [len(each.token_ids) for row in none for each in row] == [0] * 6
-    assert {each.finish_reason for row in none for each in row} == {"unfinished"}
 
 
 def test_ages_are_weighted_by_tokens():
@@ -160,57 +62,6 @@ def test_ages_are_weighted_by_tokens():
         "rollout/carried_groups": 2.0,
         "rollout/carried_tokens": 4.0,
     }
-
-
-class Prompts:
-    """A stream that builds prompts by their ids; that of row 9 can no longer be used."""
-
-    def rebuild(self, prompt_id):
-        if prompt_id == "train:9":
-            raise BadRow("train:9: the file was deleted")
-        return prompt(int(prompt_id.removeprefix("train:")))
-
-
-def test_carried_groups_are_in_checkpoints_as_they_are():
-    several = Completion((1, 2, 3), (-0.5, -0.25, -1.5), "unfinished", "", 4, policy_versions=((2, 1), (4, 2)))
-    none = Completion((), (), "unfinished", "", 4)
-    ended = Completion((5,), (-0.125,), "stop", "five", 3)
-    groups = [Work(prompt(1), (several, ended), 2), Work(prompt(2), (none, none), 1)]
-    groups.append(Work(prompt(3), (), 1))
-    state = json.loads(json.dumps(work_state(groups)))
-    warned = []
-    loaded = load_work(state, Prompts(), replace(SAMPLING, n=2, max_tokens=9), warn=warned.append)
-    assert [(each.prompt.prompt_id, each.completions, each.num_carried) for each in loaded] == [
-        (each.prompt.prompt_id, each.completions, each.num_carried) for each in groups
-    ]
-    assert warned == []
-    surplus = [RolloutGroup(prompt(1), (Rollout(replace(several, finish_reason="stop"), Score(1.0, {}, "ok", "")),))]
-    state = json.loads(json.dumps(groups_state(surplus)))
-    [again], _ = load_groups(state, Prompts(), replace(SAMPLING, n=1), warn=warned.append)
-    assert again.rollouts == surplus[0].rollouts
-    assert load_completion(json.loads(json.dumps(completion_state(several)))) == several
-
-
-UNFINISHED = Completion((1, 2, 3), (0.0,) * 3, "unfinished", "", 4)
-ENDED = Completion((1,) * 9, (0.0,) * 9, "stop", "", 3)
-
-
-@pytest.mark.parametrize(
-    ("number", "size", "max_tokens", "completions", "warning"),
-    [
-        (1, 2, 4, (ENDED, UNFINISHED), None),  # ended ones may have as many tokens as before
-        (1, 2, 3, (), "one has 3 tokens, and data.max_response_length is now 3"),  # no room for one more
-        (1, 3, 9, (), "sampled again from the start, because a group now has 3"),
-        (9, 2, 9, None, "train:9"),
-    ],
-)
-def test_carried_groups_that_a_resumed_run_cannot_use(number, size, max_tokens, completions, warning):
-    state, warned = work_state([Work(prompt(number), (ENDED, UNFINISHED), 2)]), []
-    found = load_work(state, Prompts(), replace(SAMPLING, n=size, max_tokens=max_tokens), warn=warned.append)
-    expected = [] if completions is None else [(f"train:{number}", completions, 2)]
-    assert [(each.prompt.prompt_id, each.completions, each.num_carried) for each in found] == expected
-    assert (warning is None) == (warned == [])
-    assert warning is None or warning in warned[0]
 
 
 def test_completions_that_an_earlier_step_ended_are_not_of_this_one():
@@ -310,13 +161,7 @@ def test_a_batch_ahead_is_counted_once(parts, tmp_path):
                 work.append((newest_draw(prompts), begun, until.num_required))
             return super().generate(prompts, sampling, until=until, on_progress=on_progress, on_group=on_group)
 
-    rollout = Ahead(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=long_tailed,
-        token_logprob=FAKE_LOGPROB,
-        tokens_per_step=3,
-    )
+    rollout = engine_of(parts, Ahead, long_tailed, tokens_per_step=3)
     settings = oversampling_settings(6, rollout=rollout, max_staleness=1, hybrid_engine=False, max_carried_steps=2)
     with open_run(parts, tmp_path, **settings) as run:
         train(run, None)
@@ -379,7 +224,7 @@ def test_a_step_with_no_complete_group_is_an_error_of_the_engine(parts, tmp_path
             unfinished = [Completion((), (), "unfinished", "", 0)] * sampling.n
             return [[] if index % 2 else unfinished for index in range(len(prompts))]
 
-    fake = NoneComplete(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=long_tailed)
+    fake = engine_of(parts, NoneComplete, long_tailed)
     with pytest.raises(EngineError, match="completed none of"):
         train_in(tmp_path, parts, **oversampling_settings(8), rollout=fake)
 
@@ -397,7 +242,7 @@ def test_a_step_whose_last_groups_fail_learns_from_the_others(parts, tmp_path):
             begun = Completion((5,), (-1.0,), "unfinished", "", 0)
             return [*rows, [], *[[begun] * sampling.n for _ in prompts[4:]]]
 
-    fake = LastFail(tokenizer=parts.processors.tokenizer, stop_token_id=0, complete=lambda *_: "no idea")
+    fake = engine_of(parts, LastFail, lambda *_: "no idea")
     with open_run(parts, tmp_path, **oversampling_settings(8), rollout=fake) as run:
         batch = run.buffer.next(1, run.trainer.weights(), version=0)
     assert len(batch.groups) == 3

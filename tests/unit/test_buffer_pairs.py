@@ -11,13 +11,13 @@ from support.fake_runs import (
     FILTER,
     SAMPLING,
     SplitEngine,
+    engine_of,
     lines_of,
     plan_of,
     rollouts_of,
     train_in,
 )
 from trigon.config.schema import AlgorithmConfig
-from trigon.training.fake import FAKE_LOGPROB
 
 STEPS, PER_STEP = 6, 4
 MAX_CARRIED = 2
@@ -61,15 +61,8 @@ def complete(so_far, version, seed):
 
 
 def settings_of(parts, staleness, oversampling, filtering, estimator):
-    rollout = SplitEngine(
-        tokenizer=parts.processors.tokenizer,
-        stop_token_id=parts.processors.stop_token_ids[0],
-        complete=complete,
-        token_logprob=FAKE_LOGPROB,
-        tokens_per_step=3,
-    )
     return STALENESS[staleness] | {
-        "rollout": rollout,
+        "rollout": engine_of(parts, SplitEngine, complete, tokens_per_step=3),
         "hybrid_engine": False,
         "oversampling": oversampling,
         "max_carried_steps": MAX_CARRIED,

@@ -96,8 +96,7 @@ def test_a_run_that_ends_anyway_is_warned_and_saved(parts, tmp_path, ends):
 
 @pytest.mark.extended
 @pytest.mark.faults
-@pytest.mark.parametrize("split", [2, 4])
-def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_path, split):
+def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_path):
     def run_to(folder, steps: int) -> list[str]:
         settings = {**full_settings(steps), "complete": always_wrong_from(3)}
         # The plan's length is not that of the interrupted run, whose last step is validated.
@@ -107,14 +106,16 @@ def test_a_resumed_run_warns_at_the_step_of_the_uninterrupted_one(parts, tmp_pat
             train(run, checkpoint)
         return [text for text in printed if "trainer.watch" in text]
 
-    whole, parts_folder = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
     expected = run_to(whole, 8)
     [warning] = expected
     assert "equal_rewards: since step 3: group/equal_rewards_fraction is 1" in warning
     assert [step for step, line in lines_of(whole).items() if "watch/equal_rewards" in line] == [5, 6, 7, 8]
-    assert run_to(parts_folder, split) + run_to(parts_folder, 8) == expected
-    assert lines_of(parts_folder)[8] == lines_of(whole)[8]
-    assert rollouts_of(parts_folder)["step_000008.jsonl"] == rollouts_of(whole)["step_000008.jsonl"]
+    for split in (2, 4):
+        folder = tmp_path / str(split)
+        assert run_to(folder, split) + run_to(folder, 8) == expected
+        assert lines_of(folder)[8] == lines_of(whole)[8]
+        assert rollouts_of(folder)["step_000008.jsonl"] == rollouts_of(whole)["step_000008.jsonl"]
 
 
 def test_validations_with_other_data_or_rewards_are_not_compared_after_a_resume(parts, tmp_path):

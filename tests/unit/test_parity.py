@@ -140,6 +140,17 @@ def test_without_truncation_the_probe_is_the_first_completions_of_the_first_grou
     assert engine.calls == ()
 
 
+def test_completions_whose_environment_failed_are_not_compared(engine):
+    group = sampled([-1.0] * 70, [-1.1] * 70, [-1.2] * 70)
+    failed = replace(group.rollouts[0].completion, error="the environment died")
+    group = replace(group, rollouts=(Rollout(failed, group.rollouts[0].score), *group.rollouts[1:]))
+    [probe] = ParityCheck(0.1).probe([group], engine, UNTRUNCATED, prompt=group.prompt, version=3)
+    assert (probe.first.rollouts, [each.rollouts for each in probe.further]) == (
+        group.rollouts[1:2],
+        [group.rollouts[2:]],
+    )
+
+
 def test_further_completions_are_those_after_the_first_up_to_four_times_their_tokens(engine):
     groups = [sampled([-1.0] * 80, [-1.1] * 80), sampled(*[[-1.2] * 80] * 2), sampled(*[[-1.3] * 80] * 5)]
     [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, version=3)
@@ -176,7 +187,7 @@ def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, trunc
 class RecordingEngine(FakeEngine):
     """A fake engine of some replicas that records the arguments of each call."""
 
-    calls = ()
+    calls, num_replicas = (), 1
 
     def generate(self, prompts, sampling, *, until=None, on_progress=None, on_group=None):
         self.calls = (*self.calls, ([prompt.prompt_id for prompt in prompts], sampling))
@@ -189,20 +200,8 @@ class RecordingEngine(FakeEngine):
 
 @pytest.fixture
 def engine(tokenizer):
-    return RecordingEngine(
-        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda p, v, s: "one two " * 40
-    )
-
-
-class ReplicatedEngine(RecordingEngine):
-    num_replicas = 3
-
-
-@pytest.fixture
-def replicas(tokenizer):
-    return ReplicatedEngine(
-        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda p, v, s: "one two " * 40
-    )
+    stop = tokenizer.eos_token_id
+    return RecordingEngine(tokenizer=tokenizer, stop_token_id=stop, complete=lambda p, v, s: "one two " * 40)
 
 
 def sampled_by(replica, logprob, *, version=3):
@@ -212,13 +211,14 @@ def sampled_by(replica, logprob, *, version=3):
     return RolloutGroup(replace(group.prompt, prompt_id=f"train:{replica}"), (replace(rollout, completion=completion),))
 
 
-def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replicas):
+def test_a_replica_without_groups_of_this_step_samples_a_short_completion(engine):
+    engine.num_replicas = 3
     groups = [sampled_by(2, -1.0), sampled_by(0, -1.0, version=2)]
-    with replicas.awake(NO_WEIGHTS, version=3):
-        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, prompt=groups[0].prompt, version=3)
+    with engine.awake(NO_WEIGHTS, version=3):
+        probes = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, prompt=groups[0].prompt, version=3)
     assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
     assert [len(probe.first.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
-    assert [(prompt_ids, used.n) for prompt_ids, used in replicas.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
+    assert [(prompt_ids, used.n) for prompt_ids, used in engine.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
     further = [[group.rollouts for group in probe.further] for probe in probes]
     assert [[rollout.completion.replica for rollouts in each for rollout in rollouts] for each in further] == [
         [0] * 4,

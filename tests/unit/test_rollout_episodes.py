@@ -143,6 +143,24 @@ def test_a_turn_ends_with_its_calls_and_what_comes_after_is_dropped_and_counted(
     assert len(completion.sampling_logprobs) == len(sampled) + last.end - last.start
 
 
+def test_a_seed_does_not_change_between_versions_of_trigon():
+    assert sample_seed(1, draw=2, prompt_id="train:17", sample=3) == 7240194199493609275
+
+
+def test_each_argument_changes_the_seed():
+    seeds = {
+        sample_seed(run_seed, draw=step, prompt_id=f"train:{row}", sample=sample)
+        for run_seed in range(3)
+        for step in range(10)
+        for row in range(20)
+        for sample in range(8)
+    }
+    assert len(seeds) == 3 * 10 * 20 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Arguments that concatenate to the same text.
+    assert sample_seed(1, draw=11, prompt_id="a", sample=1) != sample_seed(11, draw=1, prompt_id="a", sample=1)
+
+
 def test_a_first_turn_has_the_seed_of_a_completion_and_later_ones_others(processors):
     def complete(so_far, version, seed):
         return f"{seed}"
@@ -267,23 +285,6 @@ def test_an_observation_that_cannot_be_shown_costs_its_episode(vision_processors
     assert first == second
     assert (len(first.turns), first.vision) == (1, None)
     assert environments.running == {}
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("callback", ["on_progress", "on_group"])
-def test_an_interrupted_call_stops_all_environments(processors, callback):
-    environments = LocalEnvironments(count_to(3), delay=lambda row, number: row["number"])
-    fake = engine(processors, environments, turn_by_turn=False)
-    prompts = [prompt(number) for number in range(4)]
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        generate(fake, prompts, **{callback: interrupt})
-    assert environments.running == {}
-    assert fake.pop_metrics() == {}  # of episodes that will run again
-    assert generate(fake, prompts) == generate(engine(processors, LocalEnvironments(count_to(3))), prompts)
 
 
 def delays(seed):

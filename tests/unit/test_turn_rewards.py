@@ -134,17 +134,6 @@ def test_it_makes_no_difference_which_turn_earned_a_reward(estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_reward_of_the_first_turn_raises_the_advantages_of_the_last(estimator):
-    third = [(1, 0.5)]
-    [[_, second], [fourth, fifth]] = EPISODES
-    low, high = (
-        advantages([[[(2, earned), (1, 0.25)], second, third], [fourth, fifth, third]], estimator)[0][0]
-        for earned in (0.5, 3.75)
-    )
-    assert high[-1] > low[-1] + 0.05
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_failed_episode_has_no_reward_whatever_its_turns_earned(estimator):
     def failed(earned):
         [group, other] = groups_of([EPISODES[0], [EPISODES[1][0], EPISODES[1][1], [(1, earned)]]])
