@@ -72,7 +72,6 @@ def measure_cost(*, repeats: int) -> list[Figure]:
     from trigon.models.families import family_of
     from trigon.models.load import patch_model
     from trigon.models.policy import Policy
-    from trigon.models.positions import positions_of
     from trigon.models.value import ActorCritic, ValueModel
     from trigon.training.critic import LocalCriticEngine, LocalTrunkCritic
     from trigon.training.device_memory import HostMemory, Placement
@@ -102,18 +101,17 @@ def measure_cost(*, repeats: int) -> list[Figure]:
         model = make_model(VOCABULARY, SPECIAL)
         family = family_of(model.config)
         patch_model(model, family)
-        positions = positions_of(family, model.config)
         if name == "policy":
             policy = Policy(model, family, temperature=1.0, banned_token_ids=())
-            engine = LocalTrainEngine(policy, config, plan, place, positions=positions)
+            engine = LocalTrainEngine(policy, config, plan, place)
         elif name == "critic":
             value_model = ValueModel(model, family, temperature=1.0, banned_token_ids=())
-            engine = LocalCriticEngine(value_model, gae, plan, place, positions=positions)
+            engine = LocalCriticEngine(value_model, gae, plan, place)
         else:
             both = ActorCritic(model, family, temperature=1.0, banned_token_ids=())
             shared = with_options(gae, {f"worker.critic.{name}": value for name, value in trunk.items()})
-            engine = LocalTrainEngine(both, shared, plan, place, positions=positions)
-            LocalTrunkCritic(both, shared, plan, place, trainer=engine, positions=positions)
+            engine = LocalTrainEngine(both, shared, plan, place)
+            LocalTrunkCritic(both, shared, plan, place, trainer=engine)
         updates[name] = lambda engine=engine: engine.step([group])  # type: ignore[misc]
     memory = HostMemory(shared_by=1)
     seconds: dict[str, float] = {}

@@ -27,7 +27,7 @@ from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.sequence_parallel import RowRanks
 from trigon.tools.quickstart.model import make_tiny
-from trigon.training.budget import dummy_group
+from trigon.training.budget import Lengths, dummy_group
 from trigon.training.device_memory import HostMemory
 
 COMPLETIONS, RESPONSE = 4, 128
@@ -63,13 +63,8 @@ def compute(rank: int, ranks: int, lengths: Sequence[int], folder: str) -> None:
 
 def make_pass(policy: Policy, processors: Processors, length: int) -> Callable[[], None]:
     """Return a forward and backward over one row of this length."""
-    group = dummy_group(
-        policy,
-        prompt_tokens=length - COMPLETIONS * RESPONSE,
-        response_tokens=RESPONSE,
-        image_pixels=IMAGE_PIXELS,
-        num_completions=COMPLETIONS,
-    )
+    lengths = Lengths(length - COMPLETIONS * RESPONSE, RESPONSE, IMAGE_PIXELS, 0, 0)
+    group = dummy_group(policy, lengths, num_completions=COMPLETIONS)
     positions = positions_of(processors.family, processors.hf_config)
     [batch] = pack_train([group], max_tokens=length, positions=positions)
     assert len(batch.packed.token_ids) == length

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from trigon.checkpoint import export
 from trigon.checkpoint.export import ACTIVATION_BYTES, export_checkpoint, loading_bytes, verify_model
@@ -76,23 +78,29 @@ def checkpoint(tmp_path, tiny_vlm, trained):
     return save(tmp_path / "run", tiny_vlm, trained)
 
 
-def hugging_face_logits(folder: Path, *, has_vision: bool) -> torch.Tensor:
+def hugging_face(folder: Path) -> Any:
     declare_operators()
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_vision = family_of(AutoConfig.from_pretrained(folder)).has_vision
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return auto_class.from_pretrained(folder).eval()
+
+
+def logits(model: Any, folder: Path) -> Tensor:
+    from transformers import AutoProcessor, AutoTokenizer
 
     text = "user: how many circles? assistant:"
-    if has_vision:
-        processor = AutoProcessor.from_pretrained(folder)
+    if family_of(model.config).has_vision:
         image = torch.randint(0, 256, (3, 56, 84), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-        inputs = processor(
-            text=["<|vision_start|><|image_pad|><|vision_end|>" + text], images=[image], return_tensors="pt"
-        )
-        model = AutoModelForImageTextToText.from_pretrained(folder)
+        # Gemma 3's processor writes the image, and what is around it, for its first token.
+        is_gemma = family_of(model.config).image_text is not None
+        text = ("<|vision_start|>" if is_gemma else "<|vision_start|><|image_pad|><|vision_end|>") + text
+        inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     else:
         inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
-        model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        return model.eval()(**inputs).logits.float()
+        return model(**inputs).logits.float()
 
 
 @pytest.mark.extended(but=["qwen2_5_vl-False"])
@@ -110,10 +118,11 @@ def test_an_export_equals_what_transformers_saves(tmp_path, tiny_model, model_ty
     expected, written = (load_file(f / "model.safetensors") for f in (tmp_path / "reference", exported))
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in written)
-    has_vision = policy.family.has_vision
-    logits = hugging_face_logits(exported, has_vision=has_vision)
-    assert torch.equal(logits, hugging_face_logits(tmp_path / "reference", has_vision=has_vision))
-    assert not torch.allclose(logits, hugging_face_logits(model_folder, has_vision=has_vision), atol=0.1)
+    found, reference, untrained = (
+        logits(hugging_face(folder), model_folder) for folder in (exported, tmp_path / "reference", model_folder)
+    )
+    assert torch.equal(found, reference)
+    assert not torch.allclose(found, untrained, atol=0.1)
     said = []
     export_checkpoint(checkpoint.folder, None, dtype="bf16", on_progress=said.append)
     assert said[-1].startswith("verified: names, shapes and values of ")
@@ -165,33 +174,6 @@ def test_a_large_model_is_written_in_several_files(checkpoint, monkeypatch):
     assert index["weight_map"].keys() == tensors_of(checkpoint).keys()
 
 
-@pytest.mark.extended
-def test_sharded_weights_are_exported_as_complete_tensors(tmp_path, tiny_vlm, trained):
-    def write(actor: Path) -> None:
-        (actor / "weights").mkdir()
-        tensors = dict(trained.named_weights())
-        cuts = {name: (len(tensor) + 1) // 2 for name, tensor in tensors.items()}  # as two ranks shard them
-        for rank, pieces in enumerate(
-            (
-                {name: tensor[: cuts[name]].contiguous() for name, tensor in tensors.items()},
-                {name: tensor[cuts[name] :].contiguous() for name, tensor in tensors.items()},
-            )
-        ):
-            begins = {
-                name: {"saved_offsets": [rank * cuts[name], *[0] * (tensor.ndim - 1)]}
-                for name, tensor in tensors.items()
-            }
-            file = actor / "weights" / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-            save_file(pieces, file, metadata={"DCP_SHARDING_INFO": json.dumps(begins)})
-        copy_side_files(tiny_vlm, actor / "huggingface")
-
-    CheckpointStore(tmp_path / "cut", keep=-1).save(5, write=write, progress={}, score=None)
-    exported = load_file(export_checkpoint(tmp_path / "cut", None, dtype=None) / "model.safetensors")
-    expected = tensors_of(save(tmp_path / "run", tiny_vlm, trained))
-    assert exported.keys() == expected.keys()
-    assert all(torch.equal(exported[name], expected[name]) for name in expected)
-
-
 def test_a_checkpoint_without_weights_is_an_error(tmp_path, tiny_vlm):
     def write(actor: Path) -> None:
         copy_side_files(tiny_vlm, actor / "huggingface")
@@ -214,7 +196,7 @@ def test_merging_in_place_gives_a_model_and_keeps_the_checkpoint_valid(checkpoin
     ]  # no shard of the first merge remains
     assert json.loads((in_place / "config.json").read_text())["dtype"] == "float32"
     assert open_checkpoint(checkpoint.folder, resumable=True).step == 5
-    assert hugging_face_logits(in_place, has_vision=True).isfinite().all()
+    assert logits(hugging_face(in_place), in_place).isfinite().all()
 
 
 def test_a_run_folder_exports_its_latest_or_its_best_checkpoint(tmp_path, tiny_vlm, trained, capsys):
@@ -289,7 +271,7 @@ NOT_LOADED = "; not verified: that transformers loads all of them, and that logi
     ],
 )
 def test_a_model_that_is_not_loaded_has_its_tensors_verified_and_the_rest_named(
-    checkpoint, tiny_vlm, options, reason, monkeypatch
+    checkpoint, options, reason, monkeypatch
 ):
     from transformers import PreTrainedModel
 
@@ -299,15 +281,6 @@ def test_a_model_that_is_not_loaded_has_its_tensors_verified_and_the_rest_named(
         folder = export_checkpoint(checkpoint.folder, None, dtype=None, on_progress=said.append, **options)
     assert re.fullmatch(rf"verified: names, shapes and values of \d+ tensors, in float32{NOT_LOADED}{reason}", said[-1])
     assert load_file(folder / "model.safetensors").keys() == tensors_of(checkpoint).keys()
-
-    config = json.loads((checkpoint.actor / "huggingface" / "config.json").read_text())
-    config["text_config"].update(num_hidden_layers=1, layer_types=None)
-    side_files = tiny_vlm.parent / "one_layer"
-    shutil.copytree(tiny_vlm, side_files, dirs_exist_ok=True)
-    (side_files / "config.json").write_text(json.dumps(config))
-    other = save(checkpoint.folder.parent / "other", side_files, trained_policy(tiny_vlm))
-    with pytest.raises(CheckpointError, match=r"which its own config\.json does not have"):
-        export_checkpoint(other.folder, None, dtype=None, **options)
 
 
 @pytest.mark.extended

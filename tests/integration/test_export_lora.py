@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_export
 import torch
 from safetensors.torch import load_file, save_file
+from test_export import hugging_face, logits
 from torch import Tensor
 
 from trigon.checkpoint.export import Part, export_checkpoint
@@ -23,7 +25,6 @@ from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
 from trigon.models.lora import adapter_config, adapters_of, add_lora
 from trigon.models.policy import Policy
-from trigon.system.torchvision_stub import declare_operators
 from trigon.tools.cli.export import main
 from trigon.training.state import save_tensors
 
@@ -75,36 +76,11 @@ def saved_tensors(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in policy.saved_tensors()}
 
 
-def hugging_face(folder: Path) -> Any:
-    declare_operators()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_vision = family_of(AutoConfig.from_pretrained(folder)).has_vision
-    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-    return auto_class.from_pretrained(folder).eval()
-
-
 def with_peft(base: Path, adapter: Path) -> Any:
     model = hugging_face(base)
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, adapter).eval()
-
-
-def logits(model: Any, folder: Path) -> Tensor:
-    from transformers import AutoProcessor, AutoTokenizer
-
-    text = "user: how many circles? assistant:"
-    if family_of(model.config).has_vision:
-        image = torch.randint(0, 256, (3, 56, 84), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-        # Gemma 3's processor writes the image, and what is around it, for its first token.
-        is_gemma = family_of(model.config).image_text is not None
-        text = ("<|vision_start|>" if is_gemma else "<|vision_start|><|image_pad|><|vision_end|>") + text
-        inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
-    else:
-        inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
-    with torch.no_grad():
-        return model(**inputs).logits.float()
 
 
 @pytest.fixture(scope="module")
@@ -315,33 +291,18 @@ def test_an_export_never_replaces_its_base_model(tmp_path: Path, tiny_vlm: Path,
     assert (base / "model.safetensors").read_bytes() == (tiny_vlm / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("option", "value"), [("--adapter", []), ("--base", ["somewhere"])])
-def test_lora_options_are_an_error_for_a_run_without_lora(
-    tmp_path: Path, tiny_vlm: Path, option: str, value: list[str]
-) -> None:
-    policy = Policy(
-        model := load_model(str(tiny_vlm), dtype=torch.float32, device="cpu"),
-        family_of(model.config),
-        temperature=1.0,
-        banned_token_ids=(),
-    )
-
-    def write(actor: Path) -> None:
-        save_tensors(dict(policy.named_weights()), actor / "weights", group=None)
-        copy_side_files(tiny_vlm, actor / "huggingface")
-
-    CheckpointStore(tmp_path, keep=-1).save(5, write=write, progress={}, score=None)
-    with pytest.raises(CheckpointError, match=f"no LoRA adapter; leave {option} out"):
-        main([str(tmp_path), option, *value])
+def test_lora_options_are_an_error_for_a_run_without_lora(tmp_path: Path, tiny_vlm: Path) -> None:
+    test_export.save(tmp_path, tiny_vlm, test_export.trained_policy(tiny_vlm))
+    for option, *value in (("--adapter",), ("--base", "somewhere")):
+        with pytest.raises(CheckpointError, match=f"no LoRA adapter; leave {option} out"):
+            main([str(tmp_path), option, *value])
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path, part: Part) -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    export_checkpoint(checkpoint, None, dtype=None, part=part)
-    assert torch.equal(torch.rand(1), expected)
+def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path) -> None:
+    state = torch.random.get_rng_state()
+    for part in PARTS:
+        export_checkpoint(checkpoint, None, dtype=None, part=part)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 # Scores tokens with a model, by vLLM: merged weights, or a base model with an adapter.

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from support.engines import tensors_in
 from support.runs import kill, lines, make_run, num_lines, overrides_of, start, wait_for
+from support.tensors import assert_equal_tensors
 
 GAE = (
     "algorithm.adv_estimator=gae",
@@ -29,13 +30,7 @@ GAE = (
 )
 
 
-def weights_of(folder: Path, step: int, model: str):
-    [file] = (folder / f"global_step_{step}" / model / "weights").glob("*.safetensors")
-    return load_file(file)
-
-
 def tensors_of(folder: Path, step: int, model: str):
-    """Return the weights that several workers have written."""
     return tensors_in(folder / f"global_step_{step}" / model / "weights")
 
 
@@ -46,26 +41,30 @@ def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.extended
-def test_the_policy_rests_while_the_critic_warms_up(made, uninterrupted):
-    metrics = [line["metrics"] for line in lines(uninterrupted)]
+def assert_policy_rested(made: Path, folder: Path) -> None:
+    """The critic learned in all of four steps, and the policy in the last two."""
+    metrics = [line["metrics"] for line in lines(folder)]
     assert [("actor/lr" in each, each["critic/lr"]) for each in metrics] == [
         (False, 1e-3),
         (False, 1e-3),
         (True, 1e-3),
         (True, 1e-3),
     ]
+    assert all(each["critic/grad_norm"] > 0 for each in metrics)
+    assert metrics[0]["critic/values/max"] == metrics[0]["critic/values/min"] == 0.0 < metrics[1]["critic/values/max"]
     start_weights = load_file(made / "model" / "model.safetensors")
-    resting = weights_of(uninterrupted, 2, "actor")
+    resting, learned = (tensors_of(folder, step, "actor") for step in (2, 4))
     assert all((resting[name] == tensor).all() for name, tensor in start_weights.items() if name in resting)
-    learned = weights_of(uninterrupted, 4, "actor")
     assert any((learned[name] != tensor).any() for name, tensor in resting.items())
-    critic, later = (weights_of(uninterrupted, step, "critic") for step in (2, 4))
+
+
+@pytest.mark.extended
+def test_the_policy_rests_while_the_critic_warms_up(made, uninterrupted):
+    assert_policy_rested(made, uninterrupted)
+    critic, later = (tensors_of(uninterrupted, step, "critic") for step in (2, 4))
     assert critic["lm_head.weight"].shape[0] == 1
     assert (critic["lm_head.weight"] != later["lm_head.weight"]).any()
-    assert metrics[0]["critic/values/max"] == metrics[0]["critic/values/min"] == 0.0
-    assert metrics[1]["critic/values/max"] > 0.0
-    assert all(each["critic/micro_batches"] >= 4 for each in metrics)  # two updates, twice
+    assert all(line["metrics"]["critic/micro_batches"] >= 4 for line in lines(uninterrupted))  # two updates, twice
 
 
 @pytest.mark.long
@@ -81,8 +80,7 @@ def test_a_run_with_a_critic_that_is_killed_equals_an_uninterrupted_one(made, un
     make_run(made, folder, *arguments, steps=4)
     assert lines(folder) == lines(uninterrupted)
     for model in ("actor", "critic"):
-        expected = weights_of(uninterrupted, 4, model)
-        assert all((tensor == expected[name]).all() for name, tensor in weights_of(folder, 4, model).items())
+        assert_equal_tensors(tensors_of(folder, 4, model), tensors_of(uninterrupted, 4, model))
 
 
 @pytest.mark.long
@@ -91,19 +89,8 @@ def test_two_workers_train_a_policy_and_its_critic_on_one_trunk(made, tmp_path):
     own = [option for option in GAE if not option.startswith(("worker.critic.global", "worker.critic.ppo"))]
     options = ("worker.critic.share_trunk=true", "worker.actor.fsdp.mp_param_dtype=fp32", "worker.rollout.n=2")
     make_run(made, folder, *own, *options, "trainer.n_gpus_per_node=2", steps=4)
-    metrics = [line["metrics"] for line in lines(folder)]
-    assert [("actor/lr" in each, each["critic/lr"]) for each in metrics] == [
-        (False, 1e-3),
-        (False, 1e-3),
-        (True, 1e-3),
-        (True, 1e-3),
-    ]
-    assert all(each["critic/grad_norm"] > 0 for each in metrics)
-    assert metrics[0]["critic/values/max"] == 0.0 < metrics[1]["critic/values/max"]
-    start_weights, resting = load_file(made / "model" / "model.safetensors"), tensors_of(folder, 2, "actor")
-    assert all((resting[name] == tensor).all() for name, tensor in start_weights.items() if name in resting)
-    learned, head = tensors_of(folder, 4, "actor"), tensors_of(folder, 4, "critic")
-    assert any((learned[name] != tensor).any() for name, tensor in resting.items())
+    assert_policy_rested(made, folder)
+    head = tensors_of(folder, 4, "critic")
     assert head.keys() == {"value_head.weight", "value_head.bias"}
     assert (head["value_head.weight"] != tensors_of(folder, 2, "critic")["value_head.weight"]).any()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -167,17 +166,3 @@ def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uni
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=300)
     assert json.loads((tmp_path / "model" / "trigon_export.json").read_text())["step"] == STEPS
-
-
-@pytest.mark.long
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(uninterrupted, folder)
-    shutil.rmtree(folder / f"global_step_{STEPS}")
-    [weights] = (folder / f"global_step_{STEPS - 2}" / "actor" / "weights").iterdir()
-    content = bytearray(weights.read_bytes())
-    content[-7] ^= 1
-    weights.write_bytes(content)
-    make_run(made, folder, "trainer.save_limit=-1")
-    assert f"global_step_{STEPS - 2}" in log_of(folder).read_text()
-    assert lines(folder) == lines(uninterrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from support.models import processors_of
 from support.oracle import has_no_gradient, load_hugging_face, padded_logits
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.errors import CheckpointError
-from trigon.metrics import Metrics, merge, values
+from trigon.metrics import merge, values
 from trigon.models.positions import positions_of
 from trigon.models.value import ValueModel
 from trigon.training.parallel import Sharding
@@ -27,8 +28,6 @@ ONE_GROUP = 40  # token budget of a row that no two groups fit into
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
 )
-BATCHES = (1, 2)
-"""Seeds of the groups of two updates."""
 
 
 def packed_values(model: ValueModel, folder: Path, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
@@ -197,112 +196,59 @@ def train_on_ranks(
     folder: Path,
     shares: Sequence[Sequence[int]],
     sharding: Sharding | None,
-    lora_rank: int,
     saved: Path,
+    *,
+    on_trunk: bool,
+    lora_rank: int = 0,
     ranks_per_row: int = 1,
 ):
-    """Make two updates with this rank's groups. Returns metrics, and values of other groups."""
-    import torch.distributed as dist
+    """Make two updates with this rank's groups: on a trunk of the head alone, and of both.
 
-    rank = 0 if sharding is None else dist.get_rank()
-    critic = make_critic(
-        folder, max_tokens=ONE_GROUP, sharding=sharding, lora_rank=lora_rank, ranks_per_row=ranks_per_row
-    )
+    Returns metrics, and values of other groups, on a trunk after their log-probabilities.
+    """
+    rank = 0 if sharding is None else torch.distributed.get_rank()
+    options = {"max_tokens": ONE_GROUP, "sharding": sharding, "lora_rank": lora_rank}
+    if on_trunk:
+        trainer, critic = make_trunk(folder, sequence_parallel_size=ranks_per_row, **options)
+    else:
+        trainer = critic = make_critic(folder, ranks_per_row=ranks_per_row, **options)
     metrics = []
-    for seed in BATCHES:
-        groups: list[TrainGroup] = to_learn(make_rollouts(folder, seed=20 * seed))
-        metrics.append(critic.step([groups[index] for index in shares[rank]]))
-    rollouts = make_rollouts(folder, seed=90)
-    scored = critic.values([rollouts[index] for index in shares[rank]])
-    critic.save_state(saved, model_only=False)()
-    return metrics, [[each.tolist() for each in group] for group in scored]
-
-
-@pytest.mark.extended
-@pytest.mark.long(cases=["rows together"])
-@pytest.mark.parametrize(
-    ("lora_rank", "shares", "ranks_per_row"),
-    [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
-    ids=["full", "lora", "rows together"],
-)
-def test_two_ranks_compute_what_one_process_does(processes, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row):
-    results = processes.run(train_on_ranks, tiny_vlm, shares, FULL, lora_rank, tmp_path / "two", ranks_per_row, ranks=2)
-    metrics, scored = train_on_ranks(tiny_vlm, ((0, 1, 2),), None, lora_rank, tmp_path / "one")
-    for update, expected in enumerate(metrics):
-        merged: Metrics = merge(*(each[0][update] for each in results))
-        for key in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "critic/lr"):
-            assert values(merged)[key] == pytest.approx(values(expected)[key], rel=1e-4, abs=1e-6), key
-    by_index = {
-        index: row
-        for share, each in zip(shares, results, strict=True)
-        for index, row in zip(share, each[1], strict=True)
-    }
-    for index, group in enumerate(scored):
-        for own, other in zip(group, by_index[index], strict=True):
-            assert own == pytest.approx(other, abs=1e-4)
-    part = "adapter" if lora_rank else "weights"
-    one, two = tensors_in(tmp_path / "one" / part), tensors_in(tmp_path / "two" / part)
-    assert one.keys() == two.keys()
-    assert {name for name in one if "lm_head" in name} == {"lm_head.weight", "lm_head.bias"}
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=0)
-
-
-# -- a critic on the policy's trunk ----
-
-
-def train_trunk_on_ranks(
-    folder: Path,
-    shares: Sequence[Sequence[int]],
-    sharding: Sharding | None,
-    lora_rank: int,
-    saved: Path,
-    ranks_per_row: int = 1,
-):
-    """Make an update of the head alone and one of both. Returns metrics, log-probs and values."""
-    import torch.distributed as dist
-
-    rank = 0 if sharding is None else dist.get_rank()
-    trainer, critic = make_trunk(
-        folder,
-        max_tokens=ONE_GROUP,
-        sharding=sharding,
-        lora_rank=lora_rank,
-        sequence_parallel_size=ranks_per_row,
-    )
-    metrics = []
-    for seed, engine in ((1, critic), (2, trainer)):
-        groups: list[TrainGroup] = to_learn(make_rollouts(folder, seed=20 * seed))
+    for seed, engine in ((20, critic), (40, trainer)):
+        groups: list[TrainGroup] = to_learn(make_rollouts(folder, seed=seed))
         metrics.append(engine.step([groups[index] for index in shares[rank]]))
     rollouts = make_rollouts(folder, seed=90)
-    scored = critic.logprobs_and_values([rollouts[index] for index in shares[rank]])
-    for engine, name in ((trainer, "actor"), (critic, "critic")):
+    own = [rollouts[index] for index in shares[rank]]
+    scored = critic.logprobs_and_values(own) if on_trunk else (critic.values(own),)
+    for engine, name in ((critic, "critic"), *([(trainer, "actor")] if on_trunk else [])):
         (saved / name).mkdir(parents=True, exist_ok=True)
         engine.save_state(saved / name, model_only=False)()
     return metrics, [[[each.tolist() for each in group] for group in part] for part in scored]
 
 
+APART, TOGETHER = ((2,), (0, 1)), ((0, 1, 2), (0, 1, 2))
+
+
 @pytest.mark.extended
-@pytest.mark.long(cases=["rows together"])
+@pytest.mark.long(cases=["rows together-apart", "rows together-on the trunk"])
+@pytest.mark.parametrize("on_trunk", [False, True], ids=["apart", "on the trunk"])
 @pytest.mark.parametrize(
-    ("lora_rank", "shares", "ranks_per_row"),
-    [(0, ((2,), (0, 1)), 1), (4, ((2,), (0, 1)), 1), (0, ((0, 1, 2), (0, 1, 2)), 2)],
+    ("shares", "options"),
+    [(APART, {}), (APART, {"lora_rank": 4}), (TOGETHER, {"ranks_per_row": 2})],
     ids=["full", "lora", "rows together"],
 )
-def test_two_ranks_with_one_trunk_compute_what_one_process_does(
-    processes, tiny_vlm, tmp_path, lora_rank, shares, ranks_per_row
-):
-    results = processes.run(
-        train_trunk_on_ranks, tiny_vlm, shares, FULL, lora_rank, tmp_path / "two", ranks_per_row, ranks=2
-    )
-    metrics, scored = train_trunk_on_ranks(tiny_vlm, ((0, 1, 2),), None, lora_rank, tmp_path / "one")
-    for update, expected in enumerate(metrics):
-        merged: Metrics = merge(*(each[0][update] for each in results))
-        keys = [key for key in values(expected) if key.startswith(("actor/", "critic/")) and "packing" not in key]
-        assert "critic/vf_loss" in keys
+def test_two_ranks_compute_what_one_process_does(processes, tiny_vlm, tmp_path, shares, options, on_trunk):
+    train = partial(train_on_ranks, on_trunk=on_trunk, **options)
+    results = processes.run(train, tiny_vlm, shares, FULL, tmp_path / "two", ranks=2)
+    alone = partial(train_on_ranks, on_trunk=on_trunk, lora_rank=options.get("lora_rank", 0))
+    metrics, scored = alone(tiny_vlm, ((0, 1, 2),), None, tmp_path / "one")
+    tolerance = {"rel": 1e-3, "abs": 1e-5} if on_trunk else {"rel": 1e-4, "abs": 1e-6}
+    of_rows = ("micro_batches", "packed_tokens", "packing_fill", "ratio_max")
+    for update, expected in enumerate(map(values, metrics)):
+        merged = values(merge(*(each[0][update] for each in results)))
+        keys = [key for key in expected if key.startswith(("actor/", "critic/")) and not key.endswith(of_rows)]
+        assert {"critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "critic/lr"} <= set(keys)
         for key in keys:
-            if not key.endswith(("micro_batches", "packed_tokens", "ratio_max")):
-                assert values(merged)[key] == pytest.approx(values(expected)[key], rel=1e-3, abs=1e-5), key
+            assert merged[key] == pytest.approx(expected[key], **tolerance), key
     for part, of_part in enumerate(scored):
         by_index = {
             index: row
@@ -312,9 +258,10 @@ def test_two_ranks_with_one_trunk_compute_what_one_process_does(
         for index, group in enumerate(of_part):
             for own, other in zip(group, by_index[index], strict=True):
                 assert own == pytest.approx(other, abs=1e-4)
-    for model in ("actor", "critic"):
-        folder = f"{model}/{'adapter' if lora_rank and model == 'actor' else 'weights'}"
-        one, two = tensors_in(tmp_path / "one" / folder), tensors_in(tmp_path / "two" / folder)
+    for weights in sorted((tmp_path / "one").glob("*/weights")) + sorted((tmp_path / "one").glob("*/adapter")):
+        one, two = tensors_in(weights), tensors_in(tmp_path / "two" / weights.relative_to(tmp_path / "one"))
         assert one.keys() == two.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=0)
+        if not on_trunk:
+            assert {name for name in one if "lm_head" in name} == {"lm_head.weight", "lm_head.bias"}

@@ -108,7 +108,7 @@ def save(engine: LocalTrainEngine, model: Path, root: Path, step: int, *, backgr
 
 def marked(engine: LocalTrainEngine) -> torch.Tensor:
     """Return the weight whose value is the step."""
-    return engine._policy.model.model.norm.weight
+    return engine.policy.model.model.norm.weight
 
 
 def fail(text: str) -> None:

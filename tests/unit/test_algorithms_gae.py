@@ -140,9 +140,9 @@ def test_explained_variance_by_hand():
 def test_the_value_loss_by_hand():
     # Inside the range; beyond it towards the return, where clipping is worse; and away from it.
     values = torch.tensor([0.25, 1.0, -1.0], requires_grad=True)
-    lost = value_loss(values, torch.zeros(3), torch.ones(3), clip=0.5)
-    assert lost.loss.tolist() == pytest.approx([0.5 * 0.75**2, 0.5 * 0.5**2, 0.5 * 2.0**2])
-    assert lost.clipped.tolist() == [0.0, 1.0, 0.0]
-    lost.loss.sum().backward()
+    loss, clipped = value_loss(values, torch.zeros(3), torch.ones(3), clip=0.5)
+    assert loss.tolist() == pytest.approx([0.5 * 0.75**2, 0.5 * 0.5**2, 0.5 * 2.0**2])
+    assert clipped.tolist() == [0.0, 1.0, 0.0]
+    loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.75, 0.0, -2.0])

@@ -25,7 +25,7 @@ from trigon.errors import RewardError
 from trigon.loop import train
 from trigon.metrics import values
 from trigon.training.fake import FakeTrainEngine
-from trigon.training.train_groups import GroupPreparation, kl_of_tokens
+from trigon.training.train_groups import GroupPreparation
 from trigon.types import Prompt
 
 
@@ -108,13 +108,6 @@ def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
     assert line["critic/rewards/mean"] == pytest.approx(sum(penalized) / 12)
     assert line["critic/rewards/max"] == pytest.approx(max(penalized))
     assert line["critic/score/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 12)
-
-
-def test_kl_is_per_token():
-    old = [[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]]
-    ref = [[torch.tensor([-1.5, -2.0]), torch.tensor([-2.0])]]
-    kl = kl_of_tokens([], "kl", FakeTrainEngine(), old=old, ref=ref)
-    assert [[tokens.tolist() for tokens in row] for row in kl] == [[[0.5, 0.0], [-1.0]]]
 
 
 class ShortReference:

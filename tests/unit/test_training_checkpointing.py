@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from support.engines import make_engine, make_rollouts, tensors_in, to_train, weights_of
 from support.tensors import assert_equal_tensors, max_relative_error
-from trigon.config.schema import OptimConfig
 from trigon.errors import CheckpointError
 from trigon.metrics import values
-from trigon.training.checkpointing import load_optimizer, load_policy, stage_state
-from trigon.training.optim import make_optimizer
-from trigon.training.parallel import SingleProcess
 
 STRATEGIES = pytest.mark.parametrize(
     ("strategy", "dtype"), [("adamw", torch.float32), ("adamw_bf16", torch.bfloat16)], ids=["adamw", "adamw_bf16"]
@@ -185,43 +179,3 @@ def test_a_checkpoint_with_other_adapters_cannot_be_resumed(tiny_model, saved, t
         make_engine(folder).load_state(adapters)
     with pytest.raises(CheckpointError, match=r"LoRA adapters of rank 2, and worker\.actor\.model\.lora\.rank is 4"):
         make_engine(folder, lora_rank=4).load_state(adapters)
-
-
-class OneLayer(nn.Module):
-    """A policy of one layer, on any device."""
-
-    has_adapters = False
-    model = SimpleNamespace(name_or_path="")
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False, device=device)
-
-    def saved_tensors(self):
-        return self.named_parameters()
-
-    def clear_features(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("strategy", "expected"), [("adamw", "meta"), ("adamw_bf16", "cpu")])
-def test_the_step_count_is_loaded_onto_the_device_that_reads_it(tmp_path, strategy, expected):
-    """The fused kernel of adamw reads it on the device of the parameter, here "meta" for a GPU."""
-    optim = OptimConfig(strategy=strategy, lr=0.1, weight_decay=0.0)
-    policy = OneLayer("cpu")
-    optimizer = make_optimizer(policy.parameters(), optim)
-    policy.layer.weight.grad = torch.ones(4, 4)
-    optimizer.step()
-    alone = {"strategy": strategy, "process_group": SingleProcess()}
-    stage_state(policy, optimizer, tmp_path, updates=1, model_only=False, **alone)()
-
-    on_gpu = OneLayer("meta")
-    resumed = make_optimizer(on_gpu.parameters(), optim)
-    load_policy(on_gpu, tmp_path, process_group=SingleProcess())
-    load_optimizer(on_gpu, resumed, tmp_path, **alone)
-    [state] = resumed.state.values()
-    assert {key: value.device.type for key, value in state.items()} == {
-        "step": expected,
-        "exp_avg": "meta",
-        "exp_avg_sq": "meta",
-    }

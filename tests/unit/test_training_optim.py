@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trigon.config.schema import OptimConfig
 from trigon.training.device_memory import HostMemory
-from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes
+from trigon.training.optim import AdamWBf16, Schedule, empty_state, make_optimizer, move_states, update_bytes
 
 
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine_to_its_minimum():
@@ -87,6 +87,14 @@ def test_the_step_count_of_adamw_stays_on_the_device_of_the_fused_kernel_when_st
         move_states(optimizer, torch.device("cuda:0"))
         assert {key: value.device.type for key, value in optimizer.state[parameter].items()} == on_gpu
         optimizer.step()
+
+
+@pytest.mark.parametrize(("strategy", "step_device"), [("adamw", "meta"), ("adamw_bf16", "cpu")])
+def test_the_step_count_of_a_loaded_state_is_on_the_device_that_reads_it(strategy, step_device):
+    """The fused kernel of adamw reads it on the device of the parameter, here "meta" for a GPU."""
+    state = empty_state(torch.empty(4, 4, device="meta"), strategy)
+    devices = {key: value.device.type for key, value in state.items()}
+    assert devices == {"step": step_device, "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 def test_an_update_of_bf16_adamw_reads_no_number_from_the_device():

@@ -72,11 +72,8 @@ def test_all_ranks_make_the_most_passes_of_any_and_run_the_vision_tower_together
     assert passes_on(*shows_image) == [expected] * len(shows_image)
 
 
-@pytest.mark.parametrize("shows_image", [[True, False, True], [False], []])
-def test_a_single_process_makes_its_own_passes(shows_image):
-    assert passes_in_step(shows_image, SingleProcess()) == tuple(shows_image)
-
-
-def test_reductions_of_a_single_process_return_its_numbers():
+def test_a_single_process_makes_its_own_passes_and_reductions_return_its_numbers():
+    for shows_image in ([True, False, True], [False], []):
+        assert passes_in_step(shows_image, SingleProcess()) == tuple(shows_image)
     assert SingleProcess().all_reduce_sum([1.5, -2.0]) == SingleProcess().all_reduce_max([1.5, -2.0]) == [1.5, -2.0]
     assert (SingleProcess().rank, SingleProcess().size, SingleProcess().state_group) == (0, 1, None)

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from support.engines import KL, ONE_ROW, make_engine, make_rollouts, tensors_in, to_train, weights_of, with_loss
+from support.models import processors_of
+from support.oracle import make_video_prompt
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
 from trigon.errors import DeviceMemoryError
 from trigon.metrics import values
+from trigon.models.load import load_model
+from trigon.models.policy import Policy
 from trigon.training.device_memory import Placement
 from trigon.training.protocol import SKIPPED_GRAD_NORM
+from trigon.training.scorer import LocalScorer
 from trigon.types import TrainGroup
 
 
@@ -88,6 +93,20 @@ def test_groups_without_an_advantage_take_no_pass_and_do_not_change_the_update(t
 def with_ref(group: TrainGroup, ref: list[Tensor]) -> TrainGroup:
     sequences = tuple(replace(part, ref_logprobs=tokens) for part, tokens in zip(group.sequences, ref, strict=True))
     return replace(group, sequences=sequences)
+
+
+def test_the_positions_of_a_video_follow_override_config(tiny_vlm):
+    """As they do in vLLM, which receives it too."""
+    processors = processors_of(tiny_vlm)
+    prompt = make_video_prompt(processors, (3, 4, 4), seconds=1.0, seed=1)
+
+    def largest(override_config: dict[str, object]) -> int:
+        model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=override_config)
+        policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+        return int(LocalScorer(policy, Placement(torch.device("cpu"), None), max_tokens=1).positions(prompt).max())
+
+    rate = processors.hf_config.vision_config.tokens_per_second
+    assert largest({"vision_config": {"tokens_per_second": rate + 5}}) == largest({}) + 2 * 5  # two seconds later
 
 
 def test_masked_completions_have_no_gradient_and_are_not_averaged(tiny_model):
@@ -164,17 +183,17 @@ def test_only_a_frozen_vision_tower_does_not_change_and_has_no_optimizer_state(t
     assert any("visual" in name for name in tensors_in(tmp_path / "optimizer")) != freeze
 
 
-@pytest.mark.extended(but=["all-adamw_bf16"])
+@pytest.mark.extended(but=["all-adamw_bf16", "lora-adamw_bf16"])
 @pytest.mark.parametrize(
     ("strategy", "dtype", "bytes_each"),
     [("adamw", torch.float32, 8), ("adamw_bf16", torch.bfloat16, 8), ("adamw_bf16", torch.float32, 8)],
     ids=["adamw fp32", "adamw_bf16", "adamw_bf16 fp32"],
 )
-@pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen tower"])
+@pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 2}], ids=["all", "frozen tower", "lora"])
 def test_optimizer_bytes_are_those_of_the_states_after_an_update(
-    tiny_vlm, tmp_path, strategy, dtype, bytes_each, freeze
+    tiny_vlm, tmp_path, strategy, dtype, bytes_each, options
 ):
-    engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, freeze=freeze)
+    engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, **options)
     before = engine.optimizer_bytes
     engine.step(to_train(make_rollouts(tiny_vlm)))
     engine.save_state(tmp_path, model_only=False)()

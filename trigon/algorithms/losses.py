@@ -123,23 +123,16 @@ def _sapo_loss(log_ratio: Tensor, advantages: Tensor, actor: ActorConfig) -> Pol
     return PolicyLoss(loss=-advantages * gate, ratio=ratio.detach(), clipped=None, dual_clipped=None)
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """The loss of each token, with gradient, and where it was clipped. Both [S] float32."""
-
-    loss: Tensor
-    clipped: Tensor
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> ValueLoss:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Return half the squared error of each value, or of the clipped value if that is larger.
 
     A value is clipped to its old value +- clip, as by the authors of PPO and in EasyR1.
     Args: values: [S] float32 with gradient; old_values: before the update; returns: the targets.
+    Returns: the loss of each token, with gradient, and 1 where it was clipped. Both [S] float32.
     """
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     errors, clipped_errors = (values - returns).square(), (clipped - returns).square()
-    return ValueLoss(loss=0.5 * torch.maximum(errors, clipped_errors), clipped=(clipped_errors > errors).float())
+    return 0.5 * torch.maximum(errors, clipped_errors), (clipped_errors > errors).float()
 
 
 MAX_EXPONENT = 20.0

@@ -204,7 +204,7 @@ class TransformersEngine:
 
     def _positions(self, request: TurnRequest) -> Tensor:
         """Return the positions of all tokens before a turn, [A, T] as in _forward."""
-        family, hf_config, prompt = self._processors.family, self._processors.hf_config, request.prompt
+        family, hf_config, prompt = self._processors.family, self._model.config, request.prompt
         positions = positions_of(family, hf_config)(prompt)
         rest = request.token_ids[len(prompt.token_ids) :]
         if not rest:

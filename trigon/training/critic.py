@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ class LocalCriticEngine(LocalTrainEngine):
         """See CriticEngine."""
         explained = self._placement.explain_out_of_memory("values", groups, max_tokens=self._scorer.max_tokens)
         with explained, self._counting_apart():
-            scored = self._score(groups, self._score_row)
+            scored = self._score(groups, partial(self._values, with_next=True))
         self.offload()
         return [[_with_last(each) for each in group] for group in scored]
 
@@ -80,7 +81,7 @@ class LocalCriticEngine(LocalTrainEngine):
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
         """See LocalTrainEngine: the pass of values."""
-        self._score(groups, self._score_row, max_tokens=sum(map(tokens_of, groups)))
+        self._score(groups, partial(self._values, with_next=True), max_tokens=sum(map(tokens_of, groups)))
 
     def _score(
         self,
@@ -111,9 +112,6 @@ class LocalCriticEngine(LocalTrainEngine):
 
     def _make_loss(self) -> ValueLoss:
         return ValueLoss(self.policy, self._config, self._scorer.precision, values=self._values)
-
-    def _score_row(self, packed: PackedGroups, run_dummy_vision: bool) -> Tensor:
-        return self._values(packed, run_dummy_vision, with_next=True)
 
     def _values(self, packed: PackedGroups, run_dummy_vision: bool, *, with_next: bool = False) -> Tensor:
         """Return the values of a row; see ValueModel.forward."""

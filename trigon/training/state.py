@@ -115,7 +115,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     A plain tensor is written by one rank.
 
     Args:
-        tensors: sharded (DTensor) or plain; the same names on all ranks, and equal plain tensors.
+        tensors: sharded (DTensor) or plain, without shared memory; the same names on all ranks, and
+            equal plain tensors.
         group: process group of all ranks, which call this together; None for a single process, with
             plain tensors only. A call in a second thread needs a group that no other thread uses.
     Raises: CheckpointError on the rank that fails, or finds that the folder does not contain the
@@ -130,7 +131,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     ranks = 1 if group is None else dist.get_world_size(group)
     writer = HuggingFaceStorageWriter(str(folder), _file_numbers(tensors, ranks), save_distributed=True)
     writer.per_thread_copy_ahead = 0  # copying ahead uses CUDA streams, and the current GPU of the calling thread
-    planner = _SafetensorsPlanner()
+    planner = _SafetensorsPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if not tensors:  # torch would write no file
         if group is None or dist.get_rank(group) == 0:
             save_weights({}, folder / "shard-00001-model-00001-of-00001.safetensors")
@@ -180,19 +181,10 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _SafetensorsPlanner(DefaultSavePlanner):
-    """Provides tensors as safetensors needs them.
-
-    They are in host memory, contiguous, and do not share storage.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._storages: set[int] = set()
+    """Provides tensors as safetensors needs them: contiguous, in host memory."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Tensor:
-        storage = object.untyped_storage().data_ptr()
-        tensor: Tensor = object.detach().to("cpu", copy=storage in self._storages).contiguous()
-        self._storages.add(storage)
+        tensor: Tensor = object.detach().cpu().contiguous()
         return tensor
 
 

@@ -293,9 +293,9 @@ def reduced_value_loss(
     assert batch.values is not None, "the loss of a critic needs its values before the update"
     assert batch.returns is not None, "a critic learns from returns"
     mask, count = batch.loss_mask, float(len(batch.trainable))
-    lost = value_loss(values, batch.values, batch.returns, clip=critic.cliprange_value)
+    per_token, clipped = value_loss(values, batch.values, batch.returns, clip=critic.cliprange_value)
     loss = reduce_loss(
-        lost.loss,
+        per_token,
         mask,
         batch.sequence_index,
         batch.num_sequences,
@@ -305,7 +305,7 @@ def reduced_value_loss(
     )
     return loss, {
         "critic/vf_loss": Unread(Sum, (loss.detach(),)),
-        "critic/vf_clipfrac": _token_mean(lost.clipped, mask, count),
+        "critic/vf_clipfrac": _token_mean(clipped, mask, count),
         "critic/vpred_mean": _token_mean(values, mask, count),
     }
 
