@@ -198,7 +198,6 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         )
         place = DevicePlacement(choose_device(config), SingleProcess())
         trainer, *_ = open_models(config, processors, make_plan(config, num_train_prompts=len(prompts)), place)
-        stack.callback(trainer.close)
         stack.enter_context(cut_turns_end(lambda output: counts.add(output)))
         processed = stack.enter_context(images_processed())
         engine = open_rollout(config, processors, place, trainer, shows_videos=False, episodes=settings)

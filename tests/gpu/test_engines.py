@@ -254,7 +254,6 @@ def open_session(
     place = DevicePlacement(choose_device(config), SingleProcess())
     processors = open_processors(config)
     trainer, *_ = open_models(config, processors, make_plan(config, num_train_prompts=0), place)
-    stack.callback(trainer.close)
     engine = open_rollout(config, processors, place, trainer, shows_videos=False)
     stack.callback(engine.close)
     return Session(trainer, engine)
