@@ -24,7 +24,7 @@ from trigon.training.protocol import GroupOutputs
 from trigon.training.train_groups import has_gradient
 from trigon.types import RolloutGroup, TrainGroup, WeightsHandle, parts_of
 
-Item = TypeVar("Item")
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 class WorkerWeights(WeightsHandle):
@@ -60,46 +60,40 @@ class _SharedRows:
         self, method: Callable[[Worker, Message], Message], groups: Sequence[RolloutGroup], *, phase: str
     ) -> list[Any]:
         """Call a method on all workers, each with a share of groups; return results by group."""
-        shares = self._partition(groups, [tokens_of(group) for group in groups])
-        payloads = self._put(shares, [pack(for_scoring([groups[i] for i in share])) for share in shares], groups, phase)
+        shares, payloads = self._deal(groups, [tokens_of(group) for group in groups], for_scoring, phase=phase)
         results = self._worker_group.call(method, per_rank=payloads, phase=phase).result()
         received = [self._worker_group.receive(result, phase=phase) for result in results]
-        return restore_order(shares, received[:: self._ranks_per_row])
+        by_index = {
+            index: result
+            for share, part in zip(shares, received[:: self._ranks_per_row], strict=True)
+            for index, result in zip(share, part, strict=True)
+        }
+        return [by_index[index] for index in range(len(groups))]
 
-    def put_update(
-        self, groups: Sequence[TrainGroup], costs: Sequence[int], *, phase: str
-    ) -> tuple[list[list[int]], list[Any]]:
-        """Return the indices of each share's groups, and Ray's reference of each rank's message."""
-        shares = self._partition(groups, costs)
-        messages = [pack(for_update([groups[i] for i in share])) for share in shares]
-        return shares, self._put(shares, messages, groups, phase)
-
-    def _partition(
-        self, groups: Sequence[RolloutGroup] | Sequence[TrainGroup], costs: Sequence[int]
-    ) -> list[list[int]]:
-        """Return the indices of each share's groups: balanced by cost, most where their pixels are.
-
-        The first share is the one of the first ranks_per_row ranks.
-        """
-        processed, size = self._worker_group.processed, self._ranks_per_row
-        homes = [{rank // size for rank in processed.ranks_of(group)} for group in groups]
-        return partition_near(costs, homes, len(self._worker_group.workers) // size)
-
-    def _put(
+    def _deal(
         self,
-        shares: Sequence[Sequence[int]],
-        messages: Sequence[Message],
-        groups: Sequence[RolloutGroup] | Sequence[TrainGroup],
+        groups: Sequence[Group],
+        costs: Sequence[int],
+        reduced: Callable[[list[Group]], list[Group]],
+        *,
         phase: str,
-    ) -> list[Any]:
-        """Put the message of each share, and return Ray's reference for each rank."""
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Return the indices of each share's groups, and Ray's reference of each rank's message.
+
+        Shares are balanced by cost, and most groups are where their pixels are. The first share is
+        the one of the first ranks_per_row ranks. reduced: leaves out what the ranks do not read.
+        """
+        worker_group, size = self._worker_group, self._ranks_per_row
+        processed = worker_group.processed
+        homes = [{rank // size for rank in processed.ranks_of(group)} for group in groups]
+        shares = partition_near(costs, homes, len(worker_group.workers) // size)
         references = []
-        for number, (share, message) in enumerate(zip(shares, messages, strict=True)):
-            ranks = range(number * self._ranks_per_row, (number + 1) * self._ranks_per_row)
-            for index in share:
-                self._worker_group.processed.add(parts_of(groups[index]), ranks)
-            references += [self._worker_group.put(message, phase=phase)] * self._ranks_per_row
-        return references
+        for number, share in enumerate(shares):
+            own = [groups[index] for index in share]
+            for group in own:
+                processed.add(parts_of(group), range(number * size, (number + 1) * size))
+            references += [worker_group.put(pack(reduced(own)), phase=phase)] * size
+        return shares, references
 
 
 class WorkersTrainEngine(_SharedRows):
@@ -128,7 +122,7 @@ class WorkersTrainEngine(_SharedRows):
         """
         worker_group, outputs = self._worker_group, {} if outputs is None else outputs
         costs = update_costs(groups, regularized=self._regularized)
-        shares, payloads = self.put_update(groups, costs, phase="update")
+        shares, payloads = self._deal(groups, costs, for_update, phase="update")
         own = {
             number * self._ranks_per_row: [place for place, index in enumerate(share) if index in outputs]
             for number, share in enumerate(shares)
@@ -170,13 +164,13 @@ class WorkersCritic(_SharedRows):
     def step(self, groups: Sequence[TrainGroup], outputs: GroupOutputs | None = None) -> Metrics:
         """See CriticEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
-        _, payloads = self.put_update(groups, [tokens_of(group) for group in groups], phase="update")
+        _, payloads = self._deal(groups, [tokens_of(group) for group in groups], for_update, phase="update")
         metrics = worker_group.call(Worker.critic_step, per_rank=payloads, phase="update_critic").result()
         return merge(*metrics, worker_group.traffic.pop_metrics())
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """Return a function that does nothing: the workers write both models in one call."""
-        return _nothing_to_write
+        return lambda: None
 
     def load_state(self, folder: Path) -> None:
         """See CriticEngine."""
@@ -221,20 +215,3 @@ class WorkersTracer:
 def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
     """Return the cost of each group in an update: its tokens, or 1 if it has no gradient."""
     return [tokens_of(group) if has_gradient(group, regularized=regularized) else 1 for group in groups]
-
-
-def restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:
-    """Return the results of all shares in the order of the items.
-
-    shares: for each part of results, the indices of its items.
-    """
-    by_index = {
-        index: result
-        for share, part in zip(shares, results, strict=True)
-        for index, result in zip(share, part, strict=True)
-    }
-    return [by_index[index] for index in sorted(by_index)]
-
-
-def _nothing_to_write() -> None:
-    """Do nothing."""

@@ -101,12 +101,7 @@ def for_sampling(prompts: Sequence[Prompt], *, with_rows: bool) -> list[Prompt]:
 
     with_rows: keep the columns of each row that JSON can represent, which environments read.
     """
-    bare = map(_bare_prompt, prompts)
-    if not with_rows:
-        return list(bare)
-    return [
-        replace(each, row=json.loads(dump_columns(prompt.row)[0])) for each, prompt in zip(bare, prompts, strict=True)
-    ]
+    return [_bare_prompt(prompt, json.loads(dump_columns(prompt.row)[0]) if with_rows else {}) for prompt in prompts]
 
 
 def without_observed_images(until: Until) -> Until:
@@ -129,7 +124,7 @@ def for_scoring(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
     """
     return [
         RolloutGroup(
-            _bare_prompt(group.prompt),
+            _bare_prompt(group.prompt, {}),
             tuple(Rollout(_bare_completion(rollout.completion), _NO_SCORE) for rollout in group.rollouts),
         )
         for group in groups
@@ -138,17 +133,17 @@ def for_scoring(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
 
 def for_update(groups: Iterable[TrainGroup]) -> list[TrainGroup]:
     """Return groups with what an update reads."""
-    return [replace(group, prompt=_bare_prompt(group.prompt)) for group in groups]
+    return [replace(group, prompt=_bare_prompt(group.prompt, {})) for group in groups]
 
 
-def _bare_prompt(prompt: Prompt) -> Prompt:
+def _bare_prompt(prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
     return Prompt(
         prompt.prompt_id,
         prompt.token_ids,
         prompt.vision,
         text="",
         ground_truth=None,
-        row={},
+        row=row,
         image_refs=(),
         draw=prompt.draw,
     )
