@@ -27,7 +27,7 @@ from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster
 from trigon.distributed.engines import WorkersTrainEngine
 from trigon.distributed.messages import pack
 from trigon.distributed.rollout_engine import LearnerReplicas, WorkersRolloutEngine
-from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
+from trigon.distributed.worker import Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.source import EnvironmentSettings, find_environment
@@ -225,7 +225,7 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
     num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
     assert num_bytes <= sum(pack(row).num_bytes for row in rows)
     # A heartbeat for a generation that has not begun does not include the previous one.
-    heartbeats = worker_group.call(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat").result()
+    heartbeats = worker_group.call(Worker.heartbeat, 2, 0, phase="heartbeat").result()
     assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
     second_rows = engine.generate([replace(prompt, draw=8) for prompt in prompts[:3]], SAMPLING)
     assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from trigon.data.packing import tokens_of
 from trigon.distributed.balance import TOLERANCE, deal, partition_balanced, partition_near
 from trigon.distributed.engines import update_costs
 from trigon.distributed.rollout_engine import deal_prompts
+from trigon.distributed.worker_group import ProcessedMedia
 from trigon.rollout.protocol import Until
 from trigon.types import (
     Completion,
+    EncodedMedia,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -121,6 +124,29 @@ def test_a_group_without_a_gradient_costs_one():
     groups = [group(0.5, 1.0), group(0.0, 1.0), group(0.5, 0.0)]
     assert update_costs(groups, regularized=False) == [7, 1, 1]
     assert update_costs(groups, regularized=True) == [7, 7, 7]
+
+
+def test_a_group_is_where_the_files_of_its_prompt_and_of_all_its_completions_are():
+    def with_file(part, name):
+        return replace(part, vision=EncodedMedia((name.encode(),), (name,)))
+
+    def ranks_of(prompt, *completions):
+        rollouts = tuple(Rollout(each, Score(0.0, {}, "ok", "")) for each in completions)
+        return set(processed.ranks_of(RolloutGroup(prompt, rollouts)))
+
+    processed, text = ProcessedMedia(), Prompt("p", (1, 2, 3), None, "", None, {}, ())
+    prompt, other = with_file(text, "a"), with_file(text, "other")
+    completions = [with_file(Completion((1, 2), (0.0, 0.0), "stop", "", 0), name) for name in ("b", "c")]
+    processed.add([prompt, text, *completions], [0, 1])
+    processed.add(completions, [2])
+    processed.add(completions[:1], [3])
+    assert ranks_of(prompt, *completions) == {0, 1}
+    assert ranks_of(text, *completions) == {0, 1, 2}
+    assert ranks_of(text, completions[0]) == {0, 1, 2, 3}
+    assert ranks_of(replace(prompt, prompt_id="another with the same file")) == {0, 1}
+    assert ranks_of(text) == ranks_of(other) == set()
+    processed.forget()
+    assert ranks_of(prompt) == set()
 
 
 # -- prompts that replicas sample --

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from support.sockets import listeners, outside_address
 from trigon.distributed.cluster import open_cluster, set_environment
-from trigon.distributed.local_ray import choose_base, make_base
-from trigon.distributed.rendezvous import listen_at, open_store
+from trigon.distributed.local_ray import make_base
+from trigon.distributed.rendezvous import open_store
 from trigon.errors import ConfigError
 from trigon.system.machine import LOOPBACK, find_interface, loopback_variables
 from trigon.system.process_settings import keep_compiled_code, let_segments_grow
@@ -23,7 +25,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 @pytest.mark.extended
 @pytest.mark.faults
 def test_the_store_is_reached_at_its_own_address_only():
-    listener = listen_at(LOOPBACK)
+    listener = socket.create_server((LOOPBACK, 0))
     address, port = listener.getsockname()
     with ThreadPool(1) as threads:
         other = threads.apply_async(open_store, (address, port), {"size": 2, "listener": None})
@@ -34,12 +36,8 @@ def test_the_store_is_reached_at_its_own_address_only():
     outside = outside_address()
     if outside is None:
         pytest.skip("this machine has no network, from which the store could be reached")
-    from datetime import timedelta
-
-    from torch.distributed import DistNetworkError, TCPStore
-
     with pytest.raises(DistNetworkError):
-        TCPStore(outside, port, 2, is_master=False, timeout=timedelta(seconds=1))
+        open_store(outside, port, listener=None, seconds=1.0)
 
 
 def test_ranks_of_one_machine_listen_on_the_loopback_interface_and_others_on_that_of_the_cluster(monkeypatch):
@@ -58,24 +56,17 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_and_others_on_tha
     assert [os.environ[name] for name in VARIABLES] == [find_interface(address), "ib0"]
 
 
-def test_ray_keeps_its_files_in_the_temporary_folder_unless_its_sockets_would_have_too_long_a_path(
-    monkeypatch, tmp_path
-):
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
-    assert choose_base() == Path("/var/tmp")
-    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
-    assert choose_base() == Path("/scratch")
-    monkeypatch.setenv("RAY_TMPDIR", "/scratch/" + 40 * "x")
-    assert choose_base() == Path("/tmp")
-
-
 @pytest.mark.faults
-def test_a_temporary_folder_of_ray_is_made_or_is_an_error_of_the_configuration(monkeypatch):
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        monkeypatch.setenv("RAY_TMPDIR", f"{short}/a/b")  # tmp_path is too long for Ray's sockets
+def test_ray_has_its_files_in_a_temporary_folder_with_a_short_path_that_is_made(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # tmp_path is too long for Ray's sockets
+        monkeypatch.delenv("RAY_TMPDIR", raising=False)
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert make_base() == Path(short)
+        monkeypatch.setenv("RAY_TMPDIR", f"{short}/a/b")
         assert make_base() == Path(short, "a", "b")
         assert Path(short, "a", "b").is_dir()
+        monkeypatch.setenv("RAY_TMPDIR", f"{short}/" + 40 * "x")
+        assert make_base() == Path("/tmp")
         file = Path(short, "f")
         file.touch()
         for folder in (file, file / "a", Path("/proc/self/a")):

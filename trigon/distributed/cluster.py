@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.distributed.local_ray import check_loopback, ending_with_driver, make_base, prepare_local_cluster
+from trigon.distributed.local_ray import check_loopback, make_base, prepare_local_cluster
 from trigon.environments.pool import CLOSE_SECONDS
 from trigon.errors import ConfigError, TrigonError, WorkerError, first_line
 from trigon.metrics import Max, Metrics, Min
@@ -68,6 +68,11 @@ class Layout:
         """The total number of workers."""
         return self.nodes * self.workers_per_node
 
+    @property
+    def node_resources(self) -> dict[str, int]:
+        """What the workers of a node need, by Ray's names."""
+        return dict.fromkeys(("CPU", "GPU") if self.device == "cuda" else ("CPU",), self.workers_per_node)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
@@ -112,7 +117,6 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     no_options: dict[str, Any] = {}  # a cluster that runs already has its settings
     with (
         private_folder(make_base()) as folder,
-        ending_with_driver(folder / "ray") if is_local else nullcontext(),
         prepare_local_cluster(folder, workers_per_node) if is_local else nullcontext(no_options) as options,
     ):
         # For the files of the workers, which are killed at the end and remove none.
@@ -229,19 +233,19 @@ def object_store_metrics() -> Metrics:
 GIVEN_UP = "sampling was given up, since the run ends"
 
 
+@dataclass(slots=True, eq=False)
 class ReservedWorkers:
     """The resources of a layout's workers, in which workers are started and replaced.
 
-    is_given_up: whether give_up() was called; no workers are started any more.
+    group: a placement group of Ray, which has a bundle for each node. is_given_up: whether
+    give_up() was called; no workers are started any more.
     """
 
-    def __init__(self, layout: Layout, group: Any) -> None:
-        """Keep a placement group of Ray, which has a bundle for each node."""
-        self._layout = layout
-        self._group = group
-        self._actors: list[Any] = []
-        self._workers: list[WorkerHandle] = []
-        self.is_given_up = False
+    layout: Layout
+    group: Any
+    is_given_up: bool = False
+    _actors: list[Any] = field(default_factory=list)
+    _workers: list[WorkerHandle] = field(default_factory=list)
 
     def start(
         self,
@@ -259,10 +263,10 @@ class ReservedWorkers:
         seconds: time limit; None: as long as it takes.
         Raises: WorkerError if a process does not start.
         """
-        layout, actors = self._layout, []
+        layout, actors = self.layout, []
         for rank, place in enumerate(places):
             strategy = PlacementGroupSchedulingStrategy(
-                placement_group=self._group,
+                placement_group=self.group,
                 placement_group_bundle_index=place // layout.workers_per_node,
                 placement_group_capture_child_tasks=True,
             )
@@ -296,7 +300,7 @@ class ReservedWorkers:
         self, actors: Sequence[Any], name: str, *, loopback: bool, seconds: float | None
     ) -> list[WorkerHandle]:
         """Wait until actors have started, and give them their environment variables."""
-        layout = self._layout
+        layout = self.layout
         hosts = ray.get([actor.host.remote() for actor in actors], timeout=seconds)
         master, port = ray.get(actors[0].listen.remote(loopback=loopback), timeout=seconds)
         workers = [
@@ -345,7 +349,7 @@ class ReservedWorkers:
         finally:
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-            remove_placement_group(self._group)
+            remove_placement_group(self.group)
         _wait_for_exit([worker.pid for worker in self._workers if worker.is_local])
 
 
@@ -357,8 +361,7 @@ def reserve(layout: Layout, *, keys: tuple[str, str] = _WORKER_KEYS) -> Iterator
     Raises: ConfigError if the cluster is too small or its resources are in use.
     """
     _check_resources(layout, keys)
-    worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
-    bundle = {name: amount * layout.workers_per_node for name, amount in worker_resources.items()}
+    bundle = layout.node_resources
     group = placement_group([bundle] * layout.nodes, strategy="STRICT_SPREAD" if layout.nodes > 1 else "PACK")
     reserved = ReservedWorkers(layout, group)
     try:
@@ -395,24 +398,23 @@ def check_total(layouts: Sequence[Layout], keys: Sequence[tuple[str, str]]) -> N
     keys: the options of each layout, for messages.
     """
     needed = sum(layout.size for layout in layouts)
-    names = ["CPU"] + (["GPU"] if any(layout.device == "cuda" for layout in layouts) else [])
-    available = {name: ray.cluster_resources().get(name, 0.0) for name in names}
-    if all(available[name] >= needed for name in names):
+    available = {name: ray.cluster_resources().get(name, 0.0) for name in layouts[0].node_resources}
+    if min(available.values()) >= needed:
         return
     options = " and ".join(
         f"{of_nodes}={layout.nodes} x {of_workers}={layout.workers_per_node}"
         for layout, (of_nodes, of_workers) in zip(layouts, keys, strict=True)
     )
     raise ConfigError(
-        f"{options} ask for {needed} workers at the same time, each with a {' and a '.join(names)} of its own; the Ray "
-        f"cluster has {' and '.join(f'{number:g} {name}s' for name, number in available.items())}. Lower them, or add "
-        "nodes with `ray start --address=...`"
+        f"{options} ask for {needed} workers at the same time, each with a {' and a '.join(available)} of its own; the "
+        f"Ray cluster has {' and '.join(f'{number:g} {name}s' for name, number in available.items())}. Lower them, or "
+        "add nodes with `ray start --address=...`"
     )
 
 
 def _check_resources(layout: Layout, keys: tuple[str, str]) -> None:
     """Raise ConfigError if too few nodes have the resources of workers_per_node workers."""
-    required = {"CPU": layout.workers_per_node} | ({"GPU": layout.workers_per_node} if layout.device == "cuda" else {})
+    required = layout.node_resources
     nodes = [node for node in ray.nodes() if node["Alive"]]
     fitting = [node for node in nodes if all(node["Resources"].get(name, 0) >= n for name, n in required.items())]
     if len(fitting) >= layout.nodes:

@@ -69,7 +69,7 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[dict[str, Any
     }
     (folder / "tmp").mkdir()
     try:
-        with set_variables(variables):
+        with _ending_with_driver(folder / "ray"), set_variables(variables):
             ray_constants.ENABLE_RAY_CLUSTER = False  # it was read when ray was imported
             reload_auth_token()
             yield {
@@ -85,7 +85,7 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[dict[str, Any
 
 
 @contextmanager
-def ending_with_driver(folder: Path) -> Iterator[None]:
+def _ending_with_driver(folder: Path) -> Iterator[None]:
     """End Ray's processes within seconds when this process is killed within the context.
 
     Most end by themselves. Its two agents find that the node manager has ended, and then try for a
@@ -105,22 +105,15 @@ def ending_with_driver(folder: Path) -> Iterator[None]:
                 watcher.communicate(b"the cluster has ended\n")
 
 
-def choose_base() -> Path:
+def make_base() -> Path:
     """Return where to make the private folder of a cluster: RAY_TMPDIR, or the temporary folder.
 
-    /tmp if the paths of Ray's sockets would be too long there.
+    /tmp if the paths of Ray's sockets would be too long there. It is made if it is not there.
+    Raises: ConfigError if no folder can be made in it.
     """
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
     longest = len(os.fsencode(base)) + len(f"/trigon-{os.geteuid()}-00000000{_RAY_SOCKET}")
-    return base if longest <= _MAX_SOCKET_PATH else Path("/tmp")
-
-
-def make_base() -> Path:
-    """Return choose_base(), and make it if it is not there.
-
-    Raises: ConfigError if no folder can be made in it.
-    """
-    base = choose_base()
+    base = base if longest <= _MAX_SOCKET_PATH else Path("/tmp")
     try:
         base.mkdir(parents=True, exist_ok=True)
         if not os.access(base, os.W_OK | os.X_OK):

@@ -21,14 +21,6 @@ JOIN_SECONDS = 600.0
 Most of it is for importing packages from a slow disk."""
 
 
-def listen_at(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of this IPv4 address, and at no other address."""
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen()
-    return listener
-
-
 def open_store(
     address: str,
     port: int,
@@ -45,12 +37,13 @@ def open_store(
         size: number of ranks, for all of which rank 0 waits; None: it waits for none.
         seconds: time limit of connecting, and of each wait for a key.
     """
-    timeout, waits = datetime.timedelta(seconds=seconds), size is not None
-    if listener is None:
-        store: Store = TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=waits)
-    else:
-        descriptor = listener.detach()
-        store = TCPStore(
-            address, port, size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=descriptor
-        )
+    store: Store = TCPStore(
+        address,
+        port,
+        size,
+        is_master=listener is not None,
+        timeout=datetime.timedelta(seconds=seconds),
+        wait_for_workers=size is not None,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
     return store

@@ -9,63 +9,87 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trigon.distributed.balance import deal
 from trigon.distributed.engines import require_weights_of_workers
 from trigon.distributed.messages import Message, for_sampling, pack, without_observed_images
-from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
+from trigon.distributed.samplers import SamplerReplicas
+from trigon.distributed.worker import Heartbeat, Worker
 from trigon.distributed.worker_group import DISK_SECONDS, POLL_SECONDS, Call, WorkerGroup, wait_for_any
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import InterruptKind, OnGroup, Until
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
 
-class Replicas(Protocol):
-    """What samples the prompts of a call. Replicas are named by their numbers.
+@dataclass(frozen=True, slots=True)
+class LearnerReplicas:
+    """The workers that learn, which also sample; each reads its own weights. Satisfies Restartable.
 
-    learners: the workers that learn. size: the number of replicas, lost ones included.
+    Replicas are named by their numbers. learners: the workers that learn. replica_size: the number
+    of consecutive ranks that form one replica.
     """
 
-    @property
-    def learners(self) -> WorkerGroup: ...
+    learners: WorkerGroup
+    replica_size: int
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of replicas, lost ones included."""
+        return len(self.learners.workers) // self.replica_size
 
-    def awake(self, version: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def awake(self, version: int) -> Iterator[None]:
         """Return a context in which all replicas have the newest weights, of this version."""
-        ...
+        self.learners.processed.forget()
+        self.learners.call(Worker.wake, version, phase="weights").result()
+        try:
+            yield
+        except BaseException:
+            self.learners.call(Worker.sleep, phase="sleep")  # its own error does not replace this one
+            raise
+        self.learners.call(Worker.sleep, phase="sleep").result()
+
+    def restart(self) -> None:
+        """See Restartable. All workers start their engines again, since their starts are one.
+
+        A worker that is still sampling does so first.
+        """
+        phase = "restart of the rollout engines"
+        self.learners.call(Worker.restart_rollout, phase=phase, min_deadline_seconds=DISK_SECONDS).result()
 
     def choose(self, until: Until | None) -> Sequence[int]:
         """Return the replicas to which the prompts of a call are dealt; none if all are lost."""
-        ...
+        return range(self.size)
 
     def find_able(self) -> Sequence[int]:
         """Return the replicas that can sample now, at least one. Raises: LostSamplersError."""
-        ...
+        return range(self.size)
 
     def group(self, replica: int) -> WorkerGroup:
         """Return the workers of a replica that can sample now."""
-        ...
+        return self.learners.part(replica * self.replica_size, (replica + 1) * self.replica_size)
 
     def is_lost(self, replica: int, call: Call[Any]) -> bool:
-        """Return whether a call that has ended has lost its replica. Raises: another error."""
-        ...
+        """Return whether a call that has ended has lost its replica. Raises: another error.
+
+        No replica is lost here: a worker that learns and dies ends the run.
+        """
+        call.result()
+        return False
 
     def homes(self, replica: int) -> Sequence[int]:
         """Return the learners that count as having the pixels of what a replica samples."""
-        ...
+        return range(replica * self.replica_size, (replica + 1) * self.replica_size)
 
     def note_sampled(self) -> None:
-        """Note that completions of a step were sampled."""
-        ...
+        """Note that completions of a step were sampled. Does nothing: no replica is replaced."""
 
     def pop_metrics(self) -> Metrics:
         """Return the counts of the replicas since the last call."""
-        ...
+        return merge(*self.learners.call(Worker.pop_rollout_metrics, phase="rollout").result())
 
 
 class WorkersRolloutEngine:
@@ -74,7 +98,7 @@ class WorkersRolloutEngine:
     sends_rows: the rows of prompts are sent too, for environments.
     """
 
-    def __init__(self, replicas: Replicas, *, sends_rows: bool = False) -> None:
+    def __init__(self, replicas: LearnerReplicas | SamplerReplicas, *, sends_rows: bool = False) -> None:
         self._replicas = replicas
         self._sends_rows = sends_rows
         self._version = -1  # of the weights that were asked for last
@@ -110,12 +134,9 @@ class WorkersRolloutEngine:
         prompt had ended, and the call cannot be interrupted, another one samples them, too.
         """
         replicas, processed = self._replicas, self._replicas.learners.processed
+        advance = on_progress or (lambda num_finished: None)
         rows: dict[int, list[Completion]] = {}
         is_any_ended = False
-
-        def advance(num_finished: int | None) -> None:
-            if on_progress is not None:
-                on_progress(num_finished)
 
         def receive(index: int, completions: Sequence[Completion], replica: int) -> None:
             nonlocal is_any_ended
@@ -208,101 +229,28 @@ class WorkersRolloutEngine:
         return list(begun) or [nothing] * num_completions
 
 
-class LearnerReplicas:
-    """The workers that learn, which also sample; each reads its own weights. Satisfies Replicas.
-
-    replica_size: the number of consecutive ranks that form one replica.
-    """
-
-    def __init__(self, learners: WorkerGroup, *, replica_size: int) -> None:
-        self.learners = learners
-        self._replica_size = replica_size
-
-    @property
-    def size(self) -> int:
-        """See Replicas."""
-        return len(self.learners.workers) // self._replica_size
-
-    @contextmanager
-    def awake(self, version: int) -> Iterator[None]:
-        """See Replicas."""
-        self.learners.processed.forget()
-        self.learners.call(Worker.wake, version, phase="weights").result()
-        try:
-            yield
-        except BaseException:
-            self.learners.call(Worker.sleep, phase="sleep")  # its own error does not replace this one
-            raise
-        self.learners.call(Worker.sleep, phase="sleep").result()
-
-    def restart(self) -> None:
-        """See Restartable. All workers start their engines again, since their starts are one.
-
-        A worker that is still sampling does so first.
-        """
-        phase = "restart of the rollout engines"
-        self.learners.call(Worker.restart_rollout, phase=phase, min_deadline_seconds=DISK_SECONDS).result()
-
-    def choose(self, until: Until | None) -> Sequence[int]:
-        """See Replicas."""
-        return range(self.size)
-
-    def find_able(self) -> Sequence[int]:
-        """See Replicas."""
-        return range(self.size)
-
-    def group(self, replica: int) -> WorkerGroup:
-        """See Replicas."""
-        return self.learners.part(replica * self._replica_size, (replica + 1) * self._replica_size)
-
-    def is_lost(self, replica: int, call: Call[Any]) -> bool:
-        """See Replicas. No replica is lost: a worker that learns and dies ends the run."""
-        call.result()
-        return False
-
-    def homes(self, replica: int) -> Sequence[int]:
-        """See Replicas."""
-        return range(replica * self._replica_size, (replica + 1) * self._replica_size)
-
-    def note_sampled(self) -> None:
-        """Do nothing: no replica is replaced."""
-
-    def pop_metrics(self) -> Metrics:
-        """See Replicas."""
-        return merge(*self.learners.call(Worker.pop_rollout_metrics, phase="rollout").result())
-
-
+@dataclass(slots=True, eq=False)
 class Share:
     """The prompts of a call that a replica samples, or another one in its place.
 
     Implements HeartbeatListener.
-    replica: the replica that they were dealt to. indices: the indices of the prompts. call: the
-    call of the replica that samples them.
+    replica: the replica that they were dealt to. indices: the indices of the prompts. message: the
+    message for Worker.generate. on_progress: called with the number of newly finished completions.
+    on_completions: called with the index of a prompt, its completions, and replica. call: the call
+    of the replica that samples them.
     """
 
-    def __init__(
-        self,
-        replica: int,
-        indices: Sequence[int],
-        message: Message,
-        advance: Callable[[int | None], None],
-        receive: Callable[[int, Sequence[Completion], int], None],
-    ) -> None:
-        """Take prompts.
-
-        indices: the indices of the prompts. message: the message for Worker.generate. advance:
-        called with the number of newly finished completions. receive: called with the index of a
-        prompt, its completions, and replica.
-        """
-        self.replica = replica
-        self.call: Call[Any]
-        self.indices = indices
-        self._message = message
-        self._advance = advance
-        self._receive = receive
-        self._num_samples = 0  # that advance has been called with
-        self._num_groups = 0  # received from the replica that samples them now
-        self._is_sampled = False
+    replica: int
+    indices: Sequence[int]
+    message: Message
+    on_progress: Callable[[int | None], None]
+    on_completions: Callable[[int, Sequence[Completion], int], None]
+    call: Call[Any] = field(init=False)
+    _group: WorkerGroup = field(init=False)
+    _generation: int = field(init=False)
+    _num_samples: int = 0  # that on_progress has been called with
+    _num_groups: int = 0  # received from the replica that samples them now
+    _is_sampled: bool = False
 
     def begin(self, group: WorkerGroup, sampling: SamplingParams, generation: int) -> None:
         """Begin to sample the prompts on a replica's workers.
@@ -311,7 +259,7 @@ class Share:
         """
         self._group, self._generation = group, generation
         self._num_groups, self._is_sampled = 0, False
-        messages = [group.put(self._message, phase="rollout")] * len(group.workers)
+        messages = [group.put(self.message, phase="rollout")] * len(group.workers)
         self.call = group.call(Worker.generate, sampling, generation, per_rank=messages, phase="rollout", listener=self)
 
     def poll(self) -> bool:
@@ -321,12 +269,11 @@ class Share:
         if self.call.error is None and not self._is_sampled:
             # For the groups that have finished since the last heartbeat of the call.
             self._is_sampled = True
-            requests = [self.request(worker.rank) for worker in self._group.workers]
-            self.call = self._group.call(Worker.heartbeat, per_rank=requests, phase="rollout")
+            self.call = self._group.call(Worker.heartbeat, *self.request(), phase="rollout")
             return self.poll()
         if self.call.error is None:
-            for worker, heartbeat in zip(self._group.workers, self.call.result(), strict=True):
-                self.receive(worker.rank, heartbeat)
+            for heartbeat in self.call.result():
+                self.receive(heartbeat)
         return True
 
     def interrupt(self, kind: InterruptKind) -> None:
@@ -334,19 +281,19 @@ class Share:
         if not self._group.is_closed:
             self._group.call(Worker.interrupt, self._generation, kind, phase="interrupt")
 
-    def request(self, rank: int) -> HeartbeatRequest:
+    def request(self) -> tuple[int, int]:
         """See HeartbeatListener."""
-        return HeartbeatRequest(generation=self._generation, skip_groups=self._num_groups)
+        return self._generation, self._num_groups
 
-    def receive(self, rank: int, heartbeat: Heartbeat) -> bool:
+    def receive(self, heartbeat: Heartbeat) -> bool:
         """See HeartbeatListener. Only the first rank of a replica has completions."""
         num_more = max(heartbeat.num_samples - self._num_samples, 0)
         self._num_samples += num_more
         self._num_groups += len(heartbeat.groups)
-        self._advance(num_more or None)  # that a worker answers is no progress of its sampling
+        self.on_progress(num_more or None)  # that a worker answers is no progress of its sampling
         for number, message in heartbeat.groups:
             completions = self._group.receive(message, phase="rollout")
-            self._receive(self.indices[number], completions, self.replica)
+            self.on_completions(self.indices[number], completions, self.replica)
         return num_more > 0 or bool(heartbeat.groups)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from trigon.distributed.cluster import GIVEN_UP
@@ -54,49 +54,39 @@ _AFTER_FAILURE_SECONDS = 2 * JOIN_SECONDS
 """How long replicas of a transfer that has failed may take to notice; then they count as lost."""
 
 
+@dataclass(slots=True, eq=False)
 class SamplerReplicas:
-    """Replicas on workers that do not train, and are sent weights. Satisfies Replicas.
+    """Replicas on workers that do not train, and are sent weights; used as LearnerReplicas are.
 
     Completions may also be sampled after awake(), with the weights that were sent last; replicas
     that are lost then are not replaced before the next awake(). If all are lost, a call then raises
     LostSamplersError: the learners may not have the weights any more. One that may be interrupted
     returns all prompts as they were begun.
+
+    loopback: all workers are on one node. phase: times the replacement of replicas, and weight
+    syncs. shares_homes: deal groups with images to the learners as if these had sampled them, so
+    that a run has the same numbers as a run whose workers do both.
     """
 
-    def __init__(
-        self,
-        learners: WorkerGroup,
-        samplers: SamplerPool,
-        *,
-        loopback: bool,
-        phase: Phase,
-        shares_homes: bool = True,
-    ) -> None:
-        """Connect two pools.
-
-        loopback: all workers are on one node. phase: times the replacement of replicas, and weight
-        syncs. shares_homes: deal groups with images to the learners as if these had sampled them,
-        so that a run has the same numbers as a run whose workers do both.
-        """
-        self.learners = learners
-        self._first = learners.part(0, 1)
-        self._samplers = samplers
-        self._loopback = loopback
-        self._phase = phase
-        self._shares_homes = shares_homes
-        self._version = -1  # of the weights that were asked for last
-        self._connected: list[Replica] = []  # with the first learner, in its transfer group
-        self._is_awake = False
-        self._sent_bytes = 0  # since the last pop_metrics
+    learners: WorkerGroup
+    samplers: SamplerPool
+    _: KW_ONLY
+    loopback: bool
+    phase: Phase
+    shares_homes: bool = True
+    _version: int = -1  # of the weights that were asked for last
+    _connected: list[Replica] = field(default_factory=list)  # with the first learner, in its transfer group
+    _is_awake: bool = False
+    _sent_bytes: int = 0  # since the last pop_metrics
 
     @property
     def size(self) -> int:
-        """See Replicas."""
-        return self._samplers.size
+        """See LearnerReplicas."""
+        return self.samplers.size
 
     @contextmanager
     def awake(self, version: int) -> Iterator[None]:
-        """See Replicas. The engines stay awake afterwards, with these weights."""
+        """See LearnerReplicas. The engines stay awake afterwards, with these weights."""
         self._version = version
         self.learners.processed.forget()
         self.learners.call(Worker.start_step, phase="weights").result()
@@ -108,7 +98,7 @@ class SamplerReplicas:
             self._is_awake = False
 
     def choose(self, until: Until | None) -> Sequence[int]:
-        """See Replicas."""
+        """See LearnerReplicas."""
         if until is None:
             return range(self.size)
         if self._is_awake or until.interruption is None:
@@ -116,7 +106,7 @@ class SamplerReplicas:
         return self._with_weights()
 
     def find_able(self) -> Sequence[int]:
-        """See Replicas."""
+        """See LearnerReplicas."""
         while not (able := self._with_weights()):
             if not self._is_awake:
                 raise LostSamplersError("all samplers were lost while they sampled")
@@ -124,26 +114,26 @@ class SamplerReplicas:
         return able
 
     def group(self, replica: int) -> WorkerGroup:
-        """See Replicas."""
-        return self._samplers.group(replica)
+        """See LearnerReplicas."""
+        return self.samplers.group(replica)
 
     def is_lost(self, replica: int, call: Call[Any]) -> bool:
-        """See Replicas."""
-        return self._samplers.is_lost(replica, call)
+        """See LearnerReplicas."""
+        return self.samplers.is_lost(replica, call)
 
     def homes(self, replica: int) -> Sequence[int]:
-        """See Replicas. If there are more replicas than learners, these are assigned in turn."""
-        size = self._samplers.replica_size
-        ranks = range(replica * size, (replica + 1) * size) if self._shares_homes else ()
+        """See LearnerReplicas. More replicas than there are learners get them in turn."""
+        size = self.samplers.replica_size
+        ranks = range(replica * size, (replica + 1) * size) if self.shares_homes else ()
         return [rank % len(self.learners.workers) for rank in ranks]
 
     def note_sampled(self) -> None:
-        """See Replicas."""
-        self._samplers.note_sampled()
+        """See LearnerReplicas."""
+        self.samplers.note_sampled()
 
     def pop_metrics(self) -> Metrics:
-        """See Replicas."""
-        samplers = self._samplers
+        """See LearnerReplicas."""
+        samplers = self.samplers
         popped = samplers.call(Worker.pop_rollout_metrics, phase="rollout")
         traffic = [replica.workers.traffic.pop_metrics() for replica in samplers.alive]
         sent, self._sent_bytes = self._sent_bytes, 0
@@ -156,17 +146,22 @@ class SamplerReplicas:
             },
         )
 
+    @property
+    def _first(self) -> WorkerGroup:
+        """The learner that sends the weights."""
+        return self.learners.part(0, 1)
+
     def _with_weights(self) -> list[int]:
         """Return the replicas that have the weights that were asked for last."""
-        return [replica.number for replica in self._samplers.alive if replica.version == self._version]
+        return [replica.number for replica in self.samplers.alive if replica.version == self._version]
 
     # -- weights --
 
     def _sync(self) -> None:
         """Replace the replicas that are lost, and send the weights to those that lack them."""
-        samplers, num_failed = self._samplers, 0  # num_failed: attempts to connect
+        samplers, num_failed = self.samplers, 0  # num_failed: attempts to connect
         while True:
-            samplers.replace_lost(self._phase)
+            samplers.replace_lost(self.phase)
             samplers.call(Worker.start_step, phase="weights")  # also finds those that have died since they were used
             if len(samplers.alive) < samplers.size:
                 continue
@@ -189,7 +184,7 @@ class SamplerReplicas:
         self._leave()
         size = 1 + sum(len(replica.workers.workers) for replica in members)
         [(host, port)] = self._first.call(
-            Worker.listen_for_transfer, self._loopback, phase=_JOIN_PHASE, max_deadline_seconds=_JOIN_DEADLINE_SECONDS
+            Worker.listen_for_transfer, self.loopback, phase=_JOIN_PHASE, max_deadline_seconds=_JOIN_DEADLINE_SECONDS
         ).result()
         # A broadcast waits longer than the driver, whose error names the rank at fault.
         timeout = self.learners.deadline_seconds + JOIN_SECONDS
@@ -257,17 +252,17 @@ class SamplerReplicas:
         replica by which the replica is not lost.
         """
         try:
-            with self._phase("weights") as advance:
+            with self.phase("weights") as advance:
                 pending, failed_at, is_learning = dict(calls), math.inf, True
                 while pending or is_learning:
-                    self._samplers.require_open()
+                    self.samplers.require_open()
                     wait_for_any([*pending.values(), learning], POLL_SECONDS)
                     advance(None)
                     is_learning, has_failed = not learning.poll(), False
                     for replica in [replica for replica, call in pending.items() if call.poll()]:
                         call = pending.pop(replica)
                         is_usable = is_usable_after is not None and isinstance(call.error, is_usable_after)
-                        has_failed |= is_usable or self._samplers.is_lost(replica.number, call)
+                        has_failed |= is_usable or self.samplers.is_lost(replica.number, call)
                     if learning.error is not None and not isinstance(learning.error, TransferError):
                         raise learning.error
                     has_failed |= learning.error is not None
@@ -277,7 +272,7 @@ class SamplerReplicas:
                     if time.monotonic() > failed_at + _AFTER_FAILURE_SECONDS:
                         for replica in pending:
                             error = TransferError(f"sampler {replica.number} still waits for weights after a failure")
-                            self._samplers.lose(replica.number, error)
+                            self.samplers.lose(replica.number, error)
                 return failed_at == math.inf
         except BaseException:
             self._connected = []

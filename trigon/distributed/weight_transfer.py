@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trigon.distributed.rendezvous import listen_at, open_store
+from trigon.distributed.rendezvous import open_store
 from trigon.errors import ParityError, TransferError
 from trigon.system.process_settings import set_variables
 from trigon.training.parallel import ProcessGroup
@@ -47,6 +48,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ANY_DTYPE, _FAILED = len(_DTYPES), len(_DTYPES) + 1  # codes beside the indices of _DTYPES
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_Header = list[tuple[str, list[int], int, int]]
+"""What a bucket holds: of each tensor the name, the shape, the index of its dtype, its checksum."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferAddress:
@@ -55,16 +59,6 @@ class TransferAddress:
     host: str
     port: int
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What a bucket holds: the name, shape and dtype of each tensor, and its checksum."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtypes: list[int]
-    checksums: list[int]
 
 
 class TransferGroup:
@@ -128,7 +122,7 @@ class TransferGroup:
                 bucket_bytes += tensor.nbytes
             if bucket:
                 self._send_bucket(bucket)
-            self._send_header(_Header([], [], [], []))
+            self._send_header([])
         except TransferError:
             for _ in weights:
                 pass
@@ -147,18 +141,15 @@ class TransferGroup:
     def _send_bucket(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         sums = torch.stack([_checksum(tensor) for _, tensor in bucket]).tolist()
         self._send_header(
-            _Header(
-                [name for name, _ in bucket],
-                [list(tensor.shape) for _, tensor in bucket],
-                [_DTYPES.index(tensor.dtype) for _, tensor in bucket],
-                sums,
-            )
+            [
+                (name, list(tensor.shape), _DTYPES.index(tensor.dtype), checksum)
+                for (name, tensor), checksum in zip(bucket, sums, strict=True)
+            ]
         )
         self._send_parts([tensor for _, tensor in bucket])
 
     def _send_header(self, header: _Header) -> None:
-        fields = [header.names, header.shapes, header.dtypes, header.checksums]
-        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8).to(self._device)
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self._device)
         self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device))
         self._broadcast(text)
 
@@ -176,17 +167,12 @@ class TransferGroup:
         damaged: list[str] = []
         code = _ANY_DTYPE if dtype is None else _DTYPES.index(dtype)
         self._broadcast(torch.tensor([code], dtype=torch.int64, device=self._device), root=1)
-        while (header := self._receive_header()).names:
-            tensors = [
-                torch.empty(shape, dtype=_DTYPES[code], device=self._device)
-                for shape, code in zip(header.shapes, header.dtypes, strict=True)
-            ]
+        while header := self._receive_header():
+            tensors = [torch.empty(shape, dtype=_DTYPES[code], device=self._device) for _, shape, code, _ in header]
             self._receive_parts(tensors)
             sums = torch.stack([_checksum(tensor) for tensor in tensors]).tolist()
-            damaged += [
-                name for name, sent, got in zip(header.names, header.checksums, sums, strict=True) if sent != got
-            ]
-            yield from zip(header.names, tensors, strict=True)
+            damaged += [name for (name, _, _, sent), got in zip(header, sums, strict=True) if sent != got]
+            yield from ((name, tensor) for (name, *_), tensor in zip(header, tensors, strict=True))
         if damaged:
             raise ParityError(
                 f"{len(damaged)} tensors did not arrive with the checksum with which they were sent, the first "
@@ -201,9 +187,10 @@ class TransferGroup:
         text = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._broadcast(text)
         try:
-            return _Header(*json.loads(bytes(text.cpu().tolist())))
-        except (TypeError, ValueError) as error:
+            header: _Header = json.loads(bytes(text.cpu().tolist()))
+        except ValueError as error:
             raise TransferError(f"a member of the weight transfer has failed: a header is damaged ({error})") from error
+        return header
 
     # -- both --
 
@@ -247,7 +234,7 @@ class TransferMember:
     def listen(self, address: str) -> tuple[str, int]:
         """Open the store of a new group at this address, for its rank 0, and return its port."""
         self.leave()
-        listener = listen_at(address)
+        listener = socket.create_server((address, 0))
         host, port = listener.getsockname()
         self._store = open_store(host, port, listener=listener, seconds=JOIN_SECONDS)
         return host, port

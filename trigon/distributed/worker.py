@@ -28,7 +28,7 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import set_environment
 from trigon.distributed.messages import Message, pack, unpack
 from trigon.distributed.preflight import NodeReport
-from trigon.distributed.rendezvous import listen_at, open_store
+from trigon.distributed.rendezvous import open_store
 from trigon.distributed.weight_transfer import TransferAddress, TransferMember
 from trigon.environments.pool import EnvironmentPool
 from trigon.metrics import Metrics
@@ -53,32 +53,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatRequest:
-    """What a heartbeat should include besides memory use.
-
-    with_stack: the Python stack of the method that is running. generation: the number of a call of
-    Worker.generate whose progress is requested; 0 for none. skip_groups: how many of its finished
-    groups the driver already has.
-    """
-
-    with_stack: bool = False
-    generation: int = 0
-    skip_groups: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The state of a worker.
 
-    memory_bytes, max_memory_bytes: resident memory, current and peak. stack: the innermost call
-    last; "" unless requested. num_samples: completions finished so far in the requested generation.
-    groups: its finished groups in the order in which they finished, less skip_groups: the index of
-    the prompt and the message with its completions.
+    memory_bytes, max_memory_bytes: resident memory, current and peak. num_samples: completions
+    finished so far in the requested generation. groups: its finished groups in the order in which
+    they finished, less skip_groups: the index of the prompt and the message with its completions.
     """
 
     memory_bytes: int
     max_memory_bytes: int
-    stack: str
     num_samples: int
     groups: tuple[tuple[int, Message], ...]
 
@@ -107,7 +91,7 @@ class WorkerEngines:
 
 @dataclass(slots=True)
 class _Generation:
-    """The progress of one call of Worker.generate. number: as in HeartbeatRequest; 0 for none."""
+    """The progress of one call of Worker.generate. number: of the call; 0 for none."""
 
     number: int
     num_samples: int = 0
@@ -132,10 +116,9 @@ class Worker:
         self._rank = rank
         self._role = role
         self._generation = _Generation(0)
-        self._thread: int | None = None
+        self._thread = 0  # that runs all methods but the concurrent ones
         self._awake_contexts: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
-        self._environment: Mapping[str, str] = {}
         self._listener: socket.socket | None = None
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
@@ -162,7 +145,7 @@ class Worker:
         loopback: listen on the loopback address, for ranks on one node; else on this node's address
         within the cluster.
         """
-        self._listener = listen_at(LOOPBACK if loopback else ray.util.get_node_ip_address())
+        self._listener = socket.create_server((LOOPBACK if loopback else ray.util.get_node_ip_address(), 0))
         host, port = self._listener.getsockname()
         return host, port
 
@@ -170,17 +153,11 @@ class Worker:
         """Set environment variables. Runs in the thread that all other methods will use."""
         self._thread = threading.get_ident()
         set_environment(environment, address=None if loopback else ray.util.get_node_ip_address())
-        self._environment = environment
 
     def join(self, join_ranks: Callable[[Rendezvous], tuple[TorchProcessGroup, NodeReport]]) -> NodeReport:
         """Join the process group, and return the report about this node. Collective."""
-        size = int(self._environment["WORLD_SIZE"])
-        store = open_store(
-            self._environment["MASTER_ADDR"],
-            int(self._environment["MASTER_PORT"]),
-            size=size,
-            listener=self._listener,
-        )
+        size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+        store = open_store(os.environ["MASTER_ADDR"], port, size=size, listener=self._listener)
         self._process_group, report = join_ranks(Rendezvous(self._rank, size, store))
         self._transfer = TransferMember(self._process_group.device)
         return report
@@ -406,19 +383,26 @@ class Worker:
             self._engines.environments.close()
 
     @_concurrent("heartbeat")
-    def heartbeat(self, request: HeartbeatRequest) -> Heartbeat:
-        """Return the state of this worker. Runs beside other methods, and changes nothing."""
+    def heartbeat(self, generation: int, skip_groups: int) -> Heartbeat:
+        """Return the state of this worker. Runs beside other methods, and changes nothing.
+
+        generation: the number of a call of generate whose progress is requested; 0 for none.
+        skip_groups: how many of its finished groups the driver already has.
+        """
         latest = self._generation
         # The driver may ask for a generation that has not begun; then it has no progress yet.
-        generation = latest if latest.number == request.generation else _Generation(request.generation)
-        frame = sys._current_frames().get(self._thread) if request.with_stack and self._thread is not None else None
+        progress = latest if latest.number == generation else _Generation(generation)
         return Heartbeat(
             memory_bytes=count_resident_bytes([os.getpid()]),
             max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            stack="" if frame is None else "".join(traceback.format_stack(frame)),
-            num_samples=generation.num_samples,
-            groups=tuple(generation.groups[request.skip_groups :]),
+            num_samples=progress.num_samples,
+            groups=tuple(progress.groups[skip_groups:]),
         )
+
+    @_concurrent("heartbeat")
+    def stack(self) -> str:
+        """Return the Python stack of the method that is running, the innermost call last."""
+        return "".join(traceback.format_stack(sys._current_frames().get(self._thread)))
 
     @property
     def _require_engines(self) -> WorkerEngines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
 from trigon.distributed.messages import Message, StoredFiles, unpack
-from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
+from trigon.distributed.worker import Heartbeat, Worker
 from trigon.errors import LostWorkerError, PeerError, TrigonError, WorkerError
-from trigon.metrics import Metric, Sum
+from trigon.metrics import Metrics, Sum
 from trigon.system.hangs import dump_stacks, register_stacks
 from trigon.system.processes import descendants
 from trigon.system.stopping import SAME_COMMAND, SameCommand
@@ -56,11 +57,11 @@ the peer died.
 class HeartbeatListener(Protocol):
     """Requests and receives the heartbeats of the workers while they execute a call."""
 
-    def request(self, rank: int) -> HeartbeatRequest:
-        """Return what the next heartbeat of this rank should include."""
+    def request(self) -> tuple[int, int]:
+        """Return the arguments of the next Worker.heartbeat."""
         ...
 
-    def receive(self, rank: int, heartbeat: Heartbeat) -> bool:
+    def receive(self, heartbeat: Heartbeat) -> bool:
         """Process a heartbeat, and return whether the call has made progress since the last one.
 
         Called by the thread that waits for the call.
@@ -96,29 +97,20 @@ class ProcessedMedia:
         self._ranks.clear()
 
 
-@dataclass(slots=True)
 class Traffic:
-    """The bytes sent and received through the driver, by phase, since the last pop_metrics()."""
+    """The bytes sent and received through the driver, also by phase, since the last pop_metrics."""
 
-    _sent: dict[str, int] = field(default_factory=dict)
-    _received: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._moved: Counter[str] = Counter()
 
     def count(self, phase: str, *, sent: int = 0, received: int = 0) -> None:
-        """Add bytes to the counts of a phase."""
-        self._sent[phase] = self._sent.get(phase, 0) + sent
-        self._received[phase] = self._received.get(phase, 0) + received
+        """Add bytes that were moved in a phase."""
+        self._moved.update({"sent": sent, "received": received, phase: sent + received})
 
-    def pop_metrics(self) -> dict[str, Metric]:
+    def pop_metrics(self) -> Metrics:
         """Return the counts as metrics, and reset them."""
-        metrics: dict[str, Metric] = {
-            "moved/sent_bytes": Sum(float(sum(self._sent.values()))),
-            "moved/received_bytes": Sum(float(sum(self._received.values()))),
-        }
-        for phase, num_bytes in self._sent.items():
-            metrics[f"moved/{phase}_bytes"] = Sum(float(num_bytes + self._received[phase]))
-        self._sent.clear()
-        self._received.clear()
-        return metrics
+        moved, self._moved = self._moved, Counter()
+        return {f"moved/{name}_bytes": Sum(float(moved[name])) for name in ("sent", "received", *moved)}
 
 
 @dataclass(slots=True)
@@ -132,6 +124,7 @@ class WorkerGroup:
     another thread, ends a call that waits.
     files: the media files that messages to the workers refer to.
     processed: which workers have the pixels of which prompts; updated where groups are sent.
+    last_heartbeats: the last one of each rank.
     """
 
     workers: Sequence[WorkerHandle]
@@ -144,7 +137,7 @@ class WorkerGroup:
     traffic: Traffic = field(default_factory=Traffic)
     files: StoredFiles = field(default_factory=StoredFiles)
     processed: ProcessedMedia = field(default_factory=ProcessedMedia)
-    _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    last_heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
     @overload
     def call(
@@ -204,7 +197,8 @@ class WorkerGroup:
             first = () if per_rank is None else (per_rank[index],)
             pending[getattr(worker.actor, method.__name__).remote(*first, *arguments)] = worker
         deadline = min(max(self.deadline_seconds, min_deadline_seconds), max_deadline_seconds)
-        return Call(self, pending, phase=phase, deadline_seconds=deadline, listener=listener)
+        now = time.monotonic()
+        return Call(self, pending, phase, deadline, listener, now, now)
 
     def part(self, first: int, end: int) -> WorkerGroup:
         """Return the group of some consecutive workers, whose messages count as of this group."""
@@ -228,93 +222,8 @@ class WorkerGroup:
         self.traffic.count(phase, received=message.num_bytes)
         return unpack(message)
 
-    def _root_cause(self, failures: Sequence[tuple[WorkerHandle, Exception]], phase: str) -> TrigonError:
-        """Return the error to raise for the most likely root cause.
 
-        A process that died comes before a TrigonError, a TrigonError before any other error, and
-        any other error before a PeerError, whose cause another rank has.
-        failures: in the order in which the driver saw them.
-        """
-
-        def priority(failure: tuple[WorkerHandle, Exception]) -> int:
-            if isinstance(failure[1], RayActorError | OutOfMemoryError):
-                return 0
-            error = _unwrap(failure[1])
-            return 3 if isinstance(error, PeerError) else 1 if isinstance(error, TrigonError) else 2
-
-        worker, error = min(failures, key=priority)
-        cause = _unwrap(error)
-        location = f"{self._describe(worker)}, in {phase}"
-        if isinstance(cause, TrigonError):
-            return type(cause)(f"{location}: {cause}")
-        other_ranks = sorted(other.rank for other, _ in failures if other is not worker)
-        also = f"\nAlso failed: {', '.join(f'rank {rank}' for rank in other_ranks)}" if other_ranks else ""
-        memory = self._describe_memory(worker.rank)
-        if isinstance(error, RayTaskError):
-            return WorkerError(f"{location}: raised an error{memory}:\n{error}{also}")
-        advice = self.same_command.from_last("continues from the last checkpoint")
-        return LostWorkerError(
-            f"{location}: the process died{memory}: {_describe_death(error)}{also}\n"
-            f"All other workers were stopped; {advice}"
-        )
-
-    def _deadline_error(
-        self, workers: Sequence[WorkerHandle], phase: str, deadline: float, *, has_progress: bool = False
-    ) -> LostWorkerError:
-        """Return the error for workers that missed the deadline, with their stacks.
-
-        has_progress: whether the call has made progress before.
-        """
-        request = HeartbeatRequest(with_stack=True)
-        references = [worker.actor.heartbeat.remote(request) for worker in workers]
-        # One wait for all of them: the watchdog of the run gives the driver a minute in total.
-        arrived, _ = ray.wait(references, num_returns=len(references), timeout=_GRACE_SECONDS)
-        lines = []
-        for worker, reference in zip(workers, references, strict=True):
-            state = "does not respond: its process is stopped, or blocked outside of Python"
-            if reference in arrived:
-                with suppress(RayActorError, RayTaskError):
-                    heartbeat = ray.get(reference)
-                    self._heartbeats[worker.rank] = heartbeat
-                    state = f"is in\n{heartbeat.stack}"
-            lines.append(f"{self._describe(worker)}{self._describe_memory(worker.rank)} {state}")
-        limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
-        late = (
-            f"{phase} made no progress for {deadline:g} s"
-            if has_progress
-            else f"{phase} was not done after {deadline:g} s"
-        )
-        return LostWorkerError(
-            f"{late}{limit}; {self.role and self.role + ' '}ranks "
-            f"{sorted(worker.rank for worker in workers)} of {len(self.workers)} hang:\n"
-            + "\n".join(lines)
-            + self._write_stacks()
-        )
-
-    def _write_stacks(self) -> str:
-        """Write the stacks of all processes of the run on this machine; return where they are."""
-        if self.stacks_file is None:
-            return ""
-        register_stacks()  # of the driver, if it has no watchdog
-        pids = [os.getpid(), *(worker.pid for worker in self.workers if worker.is_local)]
-        text = dump_stacks(list(dict.fromkeys([*pids, *descendants(*pids)])))
-        try:
-            self.stacks_file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            return f"\nThe stacks of all processes cannot be written to {self.stacks_file} ({error}):\n{text}"
-        return f"\nThe stacks of all processes on this machine are in {self.stacks_file}"
-
-    def _describe(self, worker: WorkerHandle) -> str:
-        return f"{self.role} rank {worker.rank} on {worker.host} (process {worker.pid})".lstrip()
-
-    def _describe_memory(self, rank: int) -> str:
-        heartbeat = self._heartbeats.get(rank)
-        if heartbeat is None:
-            return ""
-        current, peak = format_bytes(heartbeat.memory_bytes), format_bytes(heartbeat.max_memory_bytes)
-        return f", last seen with {current} (at most {peak})"
-
-
+@dataclass(eq=False)
 class Call(Generic[Result]):
     """A method that runs on all workers of a group; see WorkerGroup.call.
 
@@ -323,29 +232,19 @@ class Call(Generic[Result]):
     passed.
     """
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        pending: dict[Any, WorkerHandle],
-        *,
-        phase: str,
-        deadline_seconds: float,
-        listener: HeartbeatListener | None,
-    ) -> None:
-        """Wait for calls of methods. pending: Ray's reference of each call -> its worker."""
-        self.error: TrigonError | None = None
-        self._group = group
-        self._pending = pending
-        self._phase = phase
-        self._listener = listener
-        self._results: dict[int, Result] = {}
-        self._failures: list[tuple[WorkerHandle, Exception]] = []
-        self._failed_at = math.inf
-        self._waits_since = time.monotonic()  # for the end of the call, or its next progress
-        self._has_progress = False
-        self._deadline_seconds = deadline_seconds
-        self._next_heartbeats = self._waits_since + _HEARTBEAT_SECONDS
-        self._heartbeats: dict[Any, WorkerHandle] = {}  # requested and not received, by Ray's reference
+    _group: WorkerGroup
+    _pending: dict[Any, WorkerHandle]  # by Ray's reference of the method's call
+    _phase: str
+    _deadline_seconds: float
+    _listener: HeartbeatListener | None
+    _waits_since: float  # for the end of the call, or its next progress
+    _asked_at: float  # when heartbeats were last asked for
+    error: TrigonError | None = None
+    _results: dict[int, Result] = field(default_factory=dict)
+    _failures: list[tuple[WorkerHandle, Exception]] = field(default_factory=list)  # as the driver saw them
+    _failed_at: float = math.inf
+    _has_progress: bool = False
+    _heartbeats: dict[Any, WorkerHandle] = field(default_factory=dict)  # not received yet, by Ray's reference
 
     def wait(self) -> None:
         """Wait until the call has ended."""
@@ -372,15 +271,13 @@ class Call(Generic[Result]):
             self._failed_at = min(self._failed_at, now)
             has_cause = any(isinstance(error, RayActorError) for _, error in self._failures)
             if has_cause or not self._pending or now > self._failed_at + _GRACE_SECONDS:
-                self.error = self._group._root_cause(self._failures, self._phase)
+                self.error = self._root_cause()
         elif self._pending and self._group.is_closed:
             self.error = WorkerError(f"{self._phase} was given up, since the run ends")
         elif self._pending and now > self._waits_since + self._deadline_seconds:
-            self.error = self._group._deadline_error(
-                [*self._pending.values()], self._phase, self._deadline_seconds, has_progress=self._has_progress
-            )
-        elif self._pending and now >= self._next_heartbeats:
-            self._next_heartbeats = now + _HEARTBEAT_SECONDS
+            self.error = self._deadline_error()
+        elif self._pending and now >= self._asked_at + _HEARTBEAT_SECONDS:
+            self._asked_at = now
             self._exchange_heartbeats()
         return self.error is not None or not self._pending
 
@@ -401,16 +298,91 @@ class Call(Generic[Result]):
         for reference in arrived:
             rank = heartbeats.pop(reference).rank
             try:
-                heartbeat = self._group._heartbeats[rank] = ray.get(reference)
+                heartbeat = self._group.last_heartbeats[rank] = ray.get(reference)
             except (RayActorError, RayTaskError):  # the pending call of this worker fails, too, and is reported
                 continue
-            if listener is not None and listener.receive(rank, heartbeat):
+            if listener is not None and listener.receive(heartbeat):
                 self._waits_since, self._has_progress = time.monotonic(), True
         asked = {worker.rank for worker in heartbeats.values()}
         for worker in self._pending.values():
             if worker.rank not in asked:
-                request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
-                heartbeats[worker.actor.heartbeat.remote(request)] = worker
+                request = (0, 0) if listener is None else listener.request()
+                heartbeats[worker.actor.heartbeat.remote(*request)] = worker
+
+    def _root_cause(self) -> TrigonError:
+        """Return the error to raise for the most likely root cause.
+
+        A process that died comes before a TrigonError, a TrigonError before any other error, and
+        any other error before a PeerError, whose cause another rank has.
+        """
+
+        def priority(failure: tuple[WorkerHandle, Exception]) -> int:
+            if isinstance(failure[1], RayActorError | OutOfMemoryError):
+                return 0
+            error = _unwrap(failure[1])
+            return 3 if isinstance(error, PeerError) else 1 if isinstance(error, TrigonError) else 2
+
+        worker, error = min(self._failures, key=priority)  # of equal ones, the one that the driver saw first
+        cause = _unwrap(error)
+        location = f"{self._describe(worker)}, in {self._phase}"
+        if isinstance(cause, TrigonError):
+            return type(cause)(f"{location}: {cause}")
+        other_ranks = sorted(other.rank for other, _ in self._failures if other is not worker)
+        also = f"\nAlso failed: {', '.join(f'rank {rank}' for rank in other_ranks)}" if other_ranks else ""
+        memory = self._describe_memory(worker.rank)
+        if isinstance(error, RayTaskError):
+            return WorkerError(f"{location}: raised an error{memory}:\n{error}{also}")
+        advice = self._group.same_command.from_last("continues from the last checkpoint")
+        return LostWorkerError(
+            f"{location}: the process died{memory}: {_describe_death(error)}{also}\n"
+            f"All other workers were stopped; {advice}"
+        )
+
+    def _deadline_error(self) -> LostWorkerError:
+        """Return the error for workers that missed the deadline, with their stacks."""
+        group, limit = self._group, self._deadline_seconds
+        late = {worker.actor.stack.remote(): worker for worker in self._pending.values()}
+        # One wait for all of them: the watchdog of the run gives the driver a minute in total.
+        arrived, _ = ray.wait(list(late), num_returns=len(late), timeout=_GRACE_SECONDS)
+        lines = []
+        for reference, worker in late.items():
+            state = "does not respond: its process is stopped, or blocked outside of Python"
+            if reference in arrived:
+                with suppress(RayActorError, RayTaskError):
+                    state = f"is in\n{ray.get(reference)}"
+            lines.append(f"{self._describe(worker)}{self._describe_memory(worker.rank)} {state}")
+        what = f"made no progress for {limit:g} s" if self._has_progress else f"was not done after {limit:g} s"
+        option = " (trainer.worker_timeout_seconds)" if limit == group.deadline_seconds else ""
+        return LostWorkerError(
+            f"{self._phase} {what}{option}; {group.role and group.role + ' '}ranks "
+            f"{sorted(worker.rank for worker in late.values())} of {len(group.workers)} hang:\n"
+            + "\n".join(lines)
+            + self._write_stacks()
+        )
+
+    def _write_stacks(self) -> str:
+        """Write the stacks of all processes of the run on this machine; return where they are."""
+        file = self._group.stacks_file
+        if file is None:
+            return ""
+        register_stacks()  # of the driver, if it has no watchdog
+        pids = [os.getpid(), *self._group.local_process_ids()]
+        text = dump_stacks(list(dict.fromkeys([*pids, *descendants(*pids)])))
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            return f"\nThe stacks of all processes cannot be written to {file} ({error}):\n{text}"
+        return f"\nThe stacks of all processes on this machine are in {file}"
+
+    def _describe(self, worker: WorkerHandle) -> str:
+        return f"{self._group.role} rank {worker.rank} on {worker.host} (process {worker.pid})".lstrip()
+
+    def _describe_memory(self, rank: int) -> str:
+        heartbeat = self._group.last_heartbeats.get(rank)
+        if heartbeat is None:
+            return ""
+        current, peak = format_bytes(heartbeat.memory_bytes), format_bytes(heartbeat.max_memory_bytes)
+        return f", last seen with {current} (at most {peak})"
 
 
 def wait_for_any(calls: Iterable[Call[Any]], seconds: float) -> None:
