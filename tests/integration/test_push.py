@@ -32,21 +32,15 @@ SECRET = "hf_abcdefghij0123456789"
 
 def make_run(folder: Path, model: Path, *, lora: bool = False) -> Path:
     """Write the folder of a run with checkpoints of steps 2 and 4."""
-    policy = Policy(
-        load_model(str(model), dtype=torch.float32, device="cpu"),
-        family_of(load_model(str(model), dtype=torch.float32, device="cpu").config),
-        temperature=1.0,
-        banned_token_ids=(),
-    )
+    loaded = load_model(str(model), dtype=torch.float32, device="cpu")
+    policy = Policy(loaded, family_of(loaded.config), temperature=1.0, banned_token_ids=())
     if lora:
         add_lora(policy.model, LoraConfig(rank=4, alpha=8, exclude_modules=".*visual.*"), seed=0)
 
     def write(actor: Path) -> None:
         if lora:
             (actor / "adapter_config.json").write_text(json.dumps(adapter_config(policy.model, base_model=str(model))))
-            save_tensors(dict(policy.saved_tensors()), actor / "adapter", group=None)
-        else:
-            save_tensors(dict(policy.saved_tensors()), actor / "weights", group=None)
+        save_tensors(dict(policy.saved_tensors()), actor / ("adapter" if lora else "weights"), group=None)
         save_tensors({"state": torch.zeros(1)}, actor / "optimizer", group=None)
         copy_side_files(model, actor / "huggingface")
 
