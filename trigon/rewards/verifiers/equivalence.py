@@ -15,7 +15,7 @@ from decimal import Decimal, InvalidOperation
 from trigon.errors import RewardError
 from trigon.rewards.contract import short_repr
 from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex, is_equal
-from trigon.rewards.verifiers.notation import OR, join_values, plain_form, short_form, without_name, without_unit
+from trigon.rewards.verifiers.notation import OR, join_values, plain_form, without_name, without_text, without_unit
 
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is only right if it has the same text as the ground truth."""
@@ -71,12 +71,11 @@ def is_same_answer(answer: str, ground_truth: object) -> bool:
     truth = ground_truth_text(ground_truth)
     if not _EMPTY.sub("", answer):
         return False
-    if answer.strip() == truth.strip():
+    if without_text(answer.strip()) == without_text(truth.strip()):
         return True
     if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:
         return False
-    short_answer, short_truth = short_form(answer), short_form(truth)
-    if (short_answer and short_answer == short_truth) or _is_same_choice(answer, truth):
+    if _is_same_choice(answer, truth):
         return True
     answer, truth = join_values(answer, truth)
     try:

@@ -1,8 +1,7 @@
 r"""Final answers as text in one notation: LaTeX and Unicode become plain text such as `3sqrt(2)/4`.
 
-Two normal forms, both of which only replace text: short_form follows the MATH data set
-(arXiv:2103.03874), plain_form follows PRM800K (arXiv:2305.20050). Does not know what an expression
-means; expression.py reads the plain form.
+The plain form follows PRM800K (arXiv:2305.20050), and only replaces text. Does not know what an
+expression means; expression.py reads the plain form.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _SYMBOLS = {
 _NAMES = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp lim max min gcd lcm det"
 _STYLES = """text textrm textbf textit textsf texttt textnormal mathrm mathbf mathit mathsf mathtt mathbb mathcal
 mathscr mathfrak mathnormal mathop operatorname boldsymbol bm pmb rm bf it sf tt mbox hbox fbox boxed emph underline
-ensuremath displaystyle textstyle scriptstyle limits nolimits left right middle big Big bigg Bigg bigl bigr Bigl Bigr
+ensuremath displaystyle textstyle scriptstyle limits nolimits middle big Big bigg Bigg bigl bigr Bigl Bigr
 biggl biggr Biggl Biggr small normalsize large Large huge Huge !"""
 """Commands that change how their argument, or what follows, looks, but not what it means."""
 
@@ -66,6 +65,7 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 OR = "\ue000"
 """What stands for "or" between values: a character that no answer has."""
 
+_DELIMITERS = re.compile(r"\\(?:left|right)(?![a-zA-Z])\.?")
 _OR_AND = re.compile(r"\\(?:text|mathrm|mbox|textbf|rm)\s*\{\s*(or|and)\s*\}|(?<= )(or|and)(?= )")
 _ROOTS = re.compile(r"=|±|\\pm(?![a-zA-Z])")
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
@@ -86,28 +86,6 @@ _BEFORE_MIXED = re.compile(r"(?:^|[^\w./)}\]])\d+ *$")
 _MIXED = re.compile(r"(?<![\d./^_)])(\d+) +(\d+)/(\d+)(?![\d.])")
 
 
-def short_form(answer: str) -> str:
-    r"""Return an answer without its unit, its name and spaces: "x = \dfrac12" gives "\frac{1}{2}".
-
-    Letter case and the order of terms remain.
-    """
-    answer = _without_text(answer.strip())
-    answer = answer.replace("\n", "").replace(r"\!", "").replace("\\\\", "\\")
-    answer = answer.replace("tfrac", "frac").replace("dfrac", "frac")
-    answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", answer)
-    answer = answer.replace(r"^{\circ}", "").replace(r"^\circ", "").replace(r"\$", "")
-    answer = without_unit(answer).replace(r"\%", "").replace("%", "")
-    answer = re.sub(r"(^|[ {])\.", r"\g<1>0.", answer)
-    answer = without_name(answer)
-    answer = re.sub(r"(\\[a-zA-Z]+ (?= *[a-zA-Z]))| ", r"\1", answer)  # "\mu x" keeps its space
-    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer)
-    answer = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer)
-    answer = re.sub(r"\\frac([^{])\{", r"\\frac{\1}{", answer)
-    if answer == "0.5":
-        return r"\frac{1}{2}"
-    return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", answer)
-
-
 def plain_form(answer: str) -> str:
     r"""Return an answer as plain text in lower case: "\frac{\sqrt 3}{2} cm" gives "sqrt(3)/2".
 
@@ -115,7 +93,7 @@ def plain_form(answer: str) -> str:
     integer: "1&1/2".
     Raises: TooComplex if braces or commands are nested too deeply.
     """
-    answer = _without_text(answer)
+    answer = without_text(answer)
     answer = re.sub(r"(?<!\\)\\[()\[\]]|\\?[$%]", "", answer)
     answer = _joined_repeating(join_thousands(answer))
     for word, factor in _MAGNITUDES.items():
@@ -128,7 +106,7 @@ def plain_form(answer: str) -> str:
         answer = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", answer)  # written with doubled backslashes
     if answer.startswith("{") and answer.endswith("}"):
         answer = answer[1:-1]
-    answer = _LatexReader(answer).read()
+    answer = _LatexReader(_DELIMITERS.sub("", answer)).read()
     answer = re.sub(r"- +", "-", _MIXED.sub(r"\1&\2/\3", answer))
     answer = _normalize_characters("".join(answer.split()))
     return answer.replace("**", "^").replace("<=", "≤").replace(">=", "≥")
@@ -186,7 +164,7 @@ def without_name(answer: str) -> str:
     return value if equals and len(name) <= 2 and "=" not in value else answer
 
 
-def _without_text(answer: str) -> str:
+def without_text(answer: str) -> str:
     r"""Return the content of "\text{...}" where that is the entire answer."""
     match = re.search(r"^\\text\{(.+?)\}$", answer)
     return match[1].strip() if match else answer
@@ -303,10 +281,6 @@ class _LatexReader:
             return self._root(takes_number=name == "surd")
         if name == "begin":
             return self._environment()
-        if name in ("left", "right"):
-            if self._peek() == ".":
-                self._position += 1
-            return ""
         if name in _STYLES.split():
             return ""
         if name in _NAMES.split() or name in ("{", "}", "#", "&", "_"):
