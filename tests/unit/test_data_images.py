@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,12 +66,6 @@ def rejection(source, image_dir=None):
 
 def pixels(image):
     return np.asarray(image).tolist()
-
-
-# Sources
-
-
-# Files
 
 
 def test_a_file_is_rejected_by_its_header(tmp_path):
@@ -269,20 +263,22 @@ ROTATED[0x0112] = 6
 # Decodes each file in turn, and prints by how many bytes the resident memory rose at its peak.
 MEASURE = """
 import ctypes, sys
+from contextlib import suppress
 from PIL import Image
 from trigon.data.images import open_image
 from trigon.data.media_files import MediaSource
+from trigon.data.rows import UnusableRow
 
 def kb(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(key))
 
 def decode(name):
-    with open(name, "rb") as file:
-        open_image(MediaSource(file.read(), name, max_pixels=10**9))
+    with open(name, "rb") as file, suppress(UnusableRow):
+        open_image(MediaSource(file.read(), name, max_pixels=int(sys.argv[1])))
 
-decode(sys.argv[1])  # loads the decoders
-for name in sys.argv[2:]:
+decode(sys.argv[2])  # loads the decoders
+for name in sys.argv[3:]:
     Image.core.clear_cache()
     ctypes.CDLL(None).malloc_trim(0)  # what was decoded before would be used again
     with open("/proc/self/clear_refs", "w") as file:
@@ -291,6 +287,19 @@ for name in sys.argv[2:]:
     decode(name)
     print((kb("VmHWM") - before) * 1024)
 """
+
+
+def measured(folder: Path, files: dict[str, bytes], *, max_pixels: int) -> dict[str, int]:
+    """Return the bytes that decoding each file takes, or refusing it."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the kernel does not reset the peak of the resident memory (/proc/self/clear_refs)")
+    for name, content in {"small.png": encoded(Image.new("RGBA", (8, 8)), "PNG"), **files}.items():
+        (folder / name).write_bytes(content)
+    paths = [str(folder / name) for name in ("small.png", *files)]
+    command = [sys.executable, "-c", MEASURE, str(max_pixels), *paths]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return dict(zip(files, map(int, result.stdout.split()), strict=True))
 
 
 def plain(mode: str) -> Image.Image:
@@ -334,11 +343,10 @@ def bombs() -> dict[str, tuple[str, bytes]]:
         "jpeg 2000 with alpha": (rgba, "JPEG2000", {}),
         "avif with alpha": (rgba, "AVIF", {"speed": 10}),
     }
-    made = {}
-    for name, (image, image_format, options) in files.items():
-        stream = io.BytesIO()
-        image.save(stream, image_format, **options)
-        made[name] = (image_format, stream.getvalue())
+    made = {
+        name: (image_format, encoded(image, image_format, **options))
+        for name, (image, image_format, options) in files.items()
+    }
     made["several cmyk"] = ("MPO", with_more_pictures(made["progressive cmyk"][1]))
     for name, (image_format, content) in made.items():
         with Image.open(io.BytesIO(content)) as opened:
@@ -349,9 +357,7 @@ def bombs() -> dict[str, tuple[str, bytes]]:
 def with_more_pictures(jpeg: bytes) -> bytes:
     """Return a JPEG with the segment by which Pillow takes it for one of several pictures."""
     small = Image.new("RGB", (8, 8))
-    stream = io.BytesIO()
-    small.save(stream, "MPO", save_all=True, append_images=[small])
-    content = stream.getvalue()
+    content = encoded(small, "MPO", save_all=True, append_images=[small])
     start = content.index(b"\xff\xe2")
     end = start + 2 + int.from_bytes(content[start + 2 : start + 4], "big")
     return jpeg[:2] + content[start:end] + jpeg[2:]
@@ -360,46 +366,32 @@ def with_more_pictures(jpeg: bytes) -> bytes:
 @pytest.mark.extended
 @pytest.mark.faults
 def test_decoding_takes_no_more_memory_than_is_reserved_for_it(tmp_path):
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("the kernel does not reset the peak of the resident memory (/proc/self/clear_refs)")
-    small = tmp_path / "small.png"
-    Image.new("RGBA", (8, 8)).save(small)
     made = bombs()
-    for name, (_, content) in made.items():
-        (tmp_path / name).write_bytes(content)
-    allowance = 6 << 20  # strips, and what the allocator keeps
-    reserved = {name: decoding_bytes(SIDE, SIDE, image_format) for name, (image_format, _) in made.items()}
-
-    def above(names: Collection[str]) -> dict[str, int]:
-        files = [str(tmp_path / name) for name in names]
-        command = [sys.executable, "-c", MEASURE, str(small), *files]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert result.returncode == 0, result.stderr
-        peaks.update(zip(names, map(int, result.stdout.split()), strict=True))
-        return {name: peaks[name] / PIXELS for name in names if peaks[name] > reserved[name] + allowance}
-
-    peaks: dict[str, int] = {}
-    exceeding = above(made)
-    for _ in range(2):
+    files = {name: content for name, (_, content) in made.items()}
+    allowed = {
+        name: decoding_bytes(SIDE, SIDE, image_format) + (6 << 20)  # strips, and what the allocator keeps
+        for name, (image_format, _) in made.items()
+    }
+    highest = 0
+    for _ in range(3):
         # Pages of libraries that the kernel took from a busy machine's process come back while an
-        # image is decoded, and count.
-        exceeding = above(exceeding) if exceeding else {}
-    assert exceeding == {}
-    assert max(peaks.values()) > 4 * PIXELS  # it measures something
+        # image is decoded, and count: those that exceed are measured again.
+        peaks = measured(tmp_path, files, max_pixels=10**9)
+        highest = max(highest, *peaks.values())
+        files = {name: files[name] for name, peak in peaks.items() if peak > allowed[name]}
+        if not files:
+            break
+    assert list(files) == []
+    assert highest > 4 * PIXELS  # it measures something
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("image_format", "mode", "accepted"),
-    [("JPEG", "RGB", True), ("PNG", "RGBA", True), ("TIFF", "RGBA", True), ("WEBP", "RGB", False)],
-)
-def test_an_image_may_take_twelve_bytes_for_each_of_max_image_pixels(image_format, mode, accepted):
-    stream = io.BytesIO()
-    Image.new(mode, (100, 100)).save(stream, image_format)
-    source = MediaSource(stream.getvalue(), "train:7/images/0", max_pixels=100 * 100)
-    if accepted:
-        assert image_size(source) == (100, 100)
-        return
+def test_an_image_may_take_twelve_bytes_for_each_of_max_image_pixels():
+    for mode, image_format in (("RGB", "JPEG"), ("RGBA", "PNG"), ("RGBA", "TIFF"), ("RGB", "WEBP")):
+        file = encoded(Image.new(mode, (100, 100)), image_format)
+        source = MediaSource(file, "train:7/images/0", max_pixels=100 * 100)
+        if image_format != "WEBP":
+            assert image_size(source) == (100, 100)
     with pytest.raises(UnusableRow) as error:
         image_size(source)
     assert error.value.reason == "image_pixels"
@@ -416,10 +408,6 @@ def tiff_with_tiles(side: int) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + struct.pack("<I", 0) + tile
 
 
-def profile_of(size: int) -> bytes:
-    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes() + b"\0" * size
-
-
 def hostile_files() -> dict[str, bytes]:
     """Return small PNG files with chunks of much memory."""
     zeros = zlib.compress(b"\0" * (1 << 26), 9)
@@ -433,25 +421,12 @@ def hostile_files() -> dict[str, bytes]:
 
 @pytest.mark.faults
 def test_bombs_are_refused_or_decoded_within_the_memory_of_a_small_image(tmp_path):
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("the kernel does not reset the peak of the resident memory (/proc/self/clear_refs)")
     files = hostile_files()
     files["169 MP in a small file"] = png_with(size=(13_000, 13_000))
     files["a tile of 900 MB"] = tiff_with_tiles(30_000)
-    jpeg = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(jpeg, "JPEG", icc_profile=profile_of(1 << 23))
-    files["jpeg with a profile of 8 MB"] = jpeg.getvalue()
-    small = tmp_path / "small.png"
-    Image.new("RGB", (8, 8)).save(small)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    program = MEASURE.replace("max_pixels=10**9", "max_pixels=64_000_000").replace(
-        "    decode(name)\n    print", "    try:\n        decode(name)\n    except Exception:\n        pass\n    print"
-    )
-    command = [sys.executable, "-c", program, str(small), *(str(tmp_path / name) for name in files)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    peaks = dict(zip(files, map(int, result.stdout.split()), strict=True))
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes() + b"\0" * (1 << 23)
+    files["jpeg with a profile of 8 MB"] = encoded(Image.new("RGB", (8, 8)), "JPEG", icc_profile=profile)
+    peaks = measured(tmp_path, files, max_pixels=64_000_000)
     assert {name: peak for name, peak in peaks.items() if peak > 80 << 20} == {}
 
 

@@ -259,12 +259,6 @@ def test_an_image_is_read_in_every_shape_that_datasets_use(processors, tmp_path,
         assert (built.vision.hashes, built.token_ids) == (expected.vision.hashes, expected.token_ids)
 
 
-def test_the_folder_of_images_may_begin_with_the_home_folder(processors, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.png").write_bytes(png())
-    assert make_builder(processors, image_dir="~").build(row(images=["a.png"]), "train:0").vision.hashes
-
-
 REFUSED = {
     "HEIC": (b"\x00\x00\x00\x18ftypheic" + bytes(500), "image_unreadable", ["HEIC", "JPEG"]),
     "SVG": (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "image_unreadable", ["SVG"]),

@@ -30,14 +30,9 @@ FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "judge.py"
 KEY = "sk-test-0123456789abcdef"
 
 
-def load_judge():
-    spec = spec_from_file_location("example_judge", FILE)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-judge = load_judge()
+_SPEC = spec_from_file_location("example_judge", FILE)
+judge = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(judge)
 
 
 class Endpoint:

@@ -31,10 +31,6 @@ def misbehave(response):
             sys.exit(4)
         case "nan":
             return {"overall": float("nan")}
-        case "none":
-            return None
-        case "text":
-            return "1.0"
         case "bare":
             return {"accuracy": 1.0}
         case "noise":
@@ -137,8 +133,6 @@ def test_only_the_completion_that_fails_or_hangs_gets_no_score(tmp_path, text, c
         "exit": "its worker exited with code 3",
         "leave": "SystemExit: 4 (reward.py:14)",
         "nan": "returned nan for 'overall', expected a finite number",
-        "none": "returned None, expected a number, or a dict with 'overall'",
-        "text": "returned '1.0', expected a number, or a dict with 'overall'",
         "bare": "returned a dict without 'overall': {'accuracy': 1.0}",
         "loop": "no score within 0.5 s; its worker was killed",
     }
@@ -244,7 +238,6 @@ def test_values_that_json_cannot_represent_are_reported_and_long_ones_are_scored
     ("text", "kwargs", "message"),
     [
         ("def mian(reward_inputs): ...", {}, "did you mean mian?"),
-        ("REWARD_TYPE = 'function'\ndef main(reward_inputs): ...", {}, "REWARD_TYPE is 'function'"),
         ("def main(reward_inputs, weight=1): ...", {"wieght": 2}, "did you mean weight?"),
         ("print('about to end')\nimport os\nos._exit(5)", {}, "exited with code 5 while loading\nabout to end"),
     ],

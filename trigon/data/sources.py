@@ -88,8 +88,8 @@ class Source:
     rows: Any
     folder: Path
     columns: tuple[str, ...]
-    image_columns: tuple[str, ...]
-    video_columns: tuple[str, ...]
+    image_columns: tuple[str, ...] = ()
+    video_columns: tuple[str, ...] = ()
 
     def row(self, index: int) -> Mapping[str, Any]:
         """Return a row. Raises: UnusableRow if one of its texts is not UTF-8."""
@@ -174,7 +174,6 @@ def open_python_rows(data: Any, *, spec: str, name: str) -> Source:
         folder=Path.cwd(),
         columns=tuple(names),
         image_columns=tuple(key for key in columns if any(_has_image(row[key]) for row in rows)),
-        video_columns=(),
     )
 
 
@@ -207,7 +206,7 @@ def preview_parquet(spec: str, *, max_rows: int) -> Source | None:
     if not rows or b'"Json"' in (schema.metadata or {}).get(b"huggingface", b""):
         return None
     columns = column_names({field.name: _fields(field.type) for field in schema})
-    return Source(name=name, rows=rows, folder=folder, columns=columns, image_columns=(), video_columns=())
+    return Source(name=name, rows=rows, folder=folder, columns=columns)
 
 
 def _fields(kind: Any) -> Mapping[str, Any] | None:
@@ -403,7 +402,7 @@ def _open_text_files(files: Sequence[Path], folder: Path, name: str, where: str,
         rows = rows.select(_sliced(len(rows), slice_, where))
     if len(rows) == 0:
         raise DataError(f"{where} has no rows; name another dataset or split")
-    return Source(name=name, rows=rows, folder=folder, columns=rows.names, image_columns=(), video_columns=())
+    return Source(name=name, rows=rows, folder=folder, columns=rows.names)
 
 
 def _sliced(num_rows: int, slice_: str, where: str) -> list[int]:
