@@ -634,7 +634,7 @@ LIMITS = {
 def test_python_keeps_its_limits(python):
     for code, expected in LIMITS.items():
         assert expected in python(code), code
-        assert python("1 + 1") == "2"
+    assert python("1 + 1") == "2"
 
 
 @pytest.mark.faults
