@@ -175,7 +175,10 @@ def test_what_has_no_text_costs_its_completion_and_ends_no_worker(tmp_path, star
     ("response", "error"),
     [
         ("short", "returned a list of 3 for 4 completions; scored again alone: returned a list of 0 for 1 completions"),
-        ("number", "returned 1.0, expected a list of 4 dicts; scored again alone: returned 1.0, expected a list of 1 "),
+        (
+            "number",
+            "returned 1.0, expected a list of 4 scores; scored again alone: returned 1.0, expected a list of 1",
+        ),
     ],
 )
 def test_a_batch_with_a_list_of_the_wrong_length_is_scored_again_one_by_one(tmp_path, response, error):
@@ -183,6 +186,18 @@ def test_a_batch_with_a_list_of_the_wrong_length_is_scored_again_one_by_one(tmp_
         scores = pool.score(requests("good", response, *["better"] * 14))  # in batches of four
     assert [score.overall for score in scores] == [4.0, 0.0, *[6.0] * 14]
     assert scores[1].error.startswith(error)
+
+
+def test_a_function_that_returns_another_number_of_scores_is_found_before_training(tmp_path):
+    text = "def main(reward_inputs: list): return [1.0]"
+    with reward_pool(tmp_path, text) as pool, pytest.raises(RewardError, match="a list of 1 for 2 completions"):
+        pool.check(requests("a", "b"), described="the first row")
+
+
+def test_a_batch_function_may_return_an_array(tmp_path):
+    text = "import numpy\ndef main(reward_inputs: list): return numpy.array([len(x['response']) for x in inputs])"
+    with reward_pool(tmp_path, text) as pool:
+        assert [score.overall for score in pool.score(requests("a", "bcd"))] == [1.0, 3.0]
 
 
 def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(tmp_path, caplog):

@@ -147,16 +147,17 @@ class RewardPool:
         """Call the function on dummy completions, so that an error is found before training.
 
         described: the completions in the error message.
-        Raises: RewardError if the function cannot be loaded, or does not return a score for each.
+        Raises: RewardError if the function cannot be loaded, or does not return a score for each,
+        also if it does when each completion is scored alone.
         """
         together = len(requests)
         with self.scoring(num_completions=together, batch_size=together, max_failed_fraction=1.0) as scoring:
             scoring.add(0, requests)
             scoring.result()
         self._timed_out_groups.clear()
-        if scoring.first_failure is None:
+        error, traceback = scoring.first_failure or (scoring.wrong_length, "")
+        if not error:
             return
-        error, traceback = scoring.first_failure
         raise RewardError(
             f"{self._where} has no score for {described}, on which it is called before training: {error}. It must "
             f"return a score for any text that a model may write\n{traceback}".rstrip()
@@ -386,6 +387,8 @@ class RewardPool:
         of_batch: whether the error belongs to the batch, rather than to one of its completions.
         """
         assert self._scoring is not None
+        if of_batch:
+            self._scoring.wrong_length = self._scoring.wrong_length or result.error
         if self._style.unit == "batch" and len(call.indices) > 1:
             self._scoring.requeue([Call([index], result.error if of_batch else "") for index in call.indices])
             if timed_out:  # nothing may hang: a batch of this size may just take too long

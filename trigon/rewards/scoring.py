@@ -105,6 +105,7 @@ class Scoring:
         self._scores: dict[int, Score] = {}
         self._tracebacks: dict[int, str] = {}  # of failed requests
         self._seconds: dict[int, float] = {}
+        self.wrong_length = ""  # the first error of a call that returned another number of scores
 
     # -- for the caller --
 

@@ -184,8 +184,10 @@ def _construct(
 
 def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
     """Return what a batch function returned for `length` completions. Raises: WrongLength."""
+    if hasattr(returned, "tolist"):  # an array or a tensor of scores
+        returned = returned.tolist()
     if not isinstance(returned, list | tuple):
-        raise WrongLength(f"returned {short_repr(returned)}, expected a list of {length} dicts")
+        raise WrongLength(f"returned {short_repr(returned)}, expected a list of {length} scores")
     if len(returned) != length:
         raise WrongLength(f"returned a list of {len(returned)} for {length} completions")
     return returned
