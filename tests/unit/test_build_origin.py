@@ -15,6 +15,7 @@ from trigon.config.schema import Config
 from trigon.data.dataset import DatasetContent, PromptSet
 from trigon.data.stream import Prompts
 from trigon.errors import CheckpointError
+from trigon.rewards.callables import reward_terms
 
 MODEL, TOKENIZER = "worker.actor.model.model_path", "worker.actor.model.tokenizer_path"
 KWARGS = "worker.reward.reward_function_kwargs"
@@ -38,24 +39,24 @@ def config(changes=None):
     return with_options(Config(), own | (changes or {}))
 
 
-def origin_of(each, checkpoint=None, *, validation=VALIDATION, say=print):
+def origin_of(each, checkpoint=None, *, validation=VALIDATION, reward=None, say=print):
     origin = Origin(each, checkpoint, say)
-    origin.add_options(None)
+    origin.add_options(None if reward is None else reward_terms(reward, kwargs={}))
     origin.add_data(each, None, validation, make_plan(each, num_train_prompts=1024))
     return origin
 
 
-def saved_by(each, *, validation=VALIDATION, change=lambda state: state):
+def saved_by(each, *, change=lambda state: state, **given):
     """Return the checkpoint of a run with this configuration, after a round trip through JSON."""
-    state = origin_of(each, validation=validation).state()
+    state = origin_of(each, **given).state()
     state = change(json.loads(json.dumps(state, allow_nan=False)))
     return Checkpoint(7, Path("/runs/x/global_step_7"), {KEY: state}, None)
 
 
-def resumed(each, checkpoint, *, validation=VALIDATION):
+def resumed(each, checkpoint, **given):
     """Return the record of a resumed run, and what was printed."""
     said = []
-    return origin_of(each, checkpoint, validation=validation, say=said.append), said
+    return origin_of(each, checkpoint, say=said.append, **given), said
 
 
 def said_by(*arguments, **options):
@@ -141,7 +142,9 @@ def test_the_length_of_a_schedule_and_other_versions_and_workers_are_told():
     cosine = {"worker.actor.optim.lr_scheduler_type": "cosine"}
 
     def earlier(state):
-        return {**state, "noted": {**state["noted"], "torch": "1.0", "workers": 8, "a library of old": "2"}}
+        noted = {**state["noted"], "torch": "1.0", "workers": 8, "a library of old": "2"}
+        del noted["Python"]  # which is not noted as a change
+        return {**state, "noted": noted}
 
     checkpoint = saved_by(config(cosine), change=earlier)
     origin, said = resumed(config({**cosine, "trainer.max_steps": 20}), checkpoint)
@@ -199,9 +202,21 @@ def test_another_option_of_the_critic_is_refused():
     assert f"\n  {lr} was 0.001, and is now 0.0001\n" in message
 
 
+def test_a_function_given_in_python_is_compared_by_its_code():
+    def reward(response, ground_truth):
+        return len(response) % 7 / 7
+
+    def other(response, ground_truth):
+        return len(response) % 5 / 7
+
+    assert said_by(config(), saved_by(config(), reward=reward), reward=reward) == []
+    message = refusal(config(), saved_by(config(), reward=reward), reward=other)
+    assert "worker.reward.reward_function has other content than before (code)" in message
+
+
 def folder_of(path, vocabulary):
-    """Return the name of a new folder with files of a model, without weights."""
-    path.mkdir()
+    """Return the name of a folder with files of a model, without weights."""
+    path.mkdir(exist_ok=True)
     (path / "config.json").write_text("{}")
     (path / "tokenizer.json").write_text(vocabulary)
     return str(path)
@@ -217,6 +232,8 @@ def test_another_tokenizer_than_the_models_own_is_refused_and_so_is_the_way_back
     assert said_by(config(model | {TOKENIZER: model[MODEL]}), of_model) == []
     [said] = said_by(config({**other, "trainer.accept_changes": (TOKENIZER,)}), of_model)
     assert said.startswith(f"accepted from step 8 on: {TOKENIZER} was null")
+    folder_of(tmp_path / "model", "b c a")  # the model's own is named once
+    assert TOKENIZER not in refusal(config(model), of_model)
 
 
 @pytest.mark.faults
