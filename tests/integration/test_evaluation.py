@@ -101,8 +101,7 @@ def test_a_checkpoint_has_the_validation_of_its_step(trained, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an export of the run that is far from the run's folder."""
-    folder = export_checkpoint(trained, tmp_path_factory.mktemp("far") / "model", dtype=None, logits=False)
-    return folder
+    return export_checkpoint(trained, tmp_path_factory.mktemp("far") / "model", dtype=None, logits=False)
 
 
 def eval_export(exported: Path, made: Path, output: Path, *arguments: str) -> int:
@@ -131,12 +130,11 @@ def test_an_export_alone_has_the_validation_of_its_run(trained, exported, made, 
 @pytest.fixture(scope="module")
 def validated(trained: Path) -> list[tuple[Prompt, list[dict[str, Any]], Image.Image]]:
     """Return the prompts of the run's validation with pixels, as messages, and their images."""
-    overrides = [f"{name}={value}" for name, value in locate_run(trained).items() if isinstance(value, str)] + [
-        f"data.val_files={trained.parent / 'made' / 'data' / 'validation.parquet'}",
-        "trainer.val_only=true",
-    ]
+    made = trained.parent / "made"
+    overrides = [f"{name}={value}" for name, value in locate_run(trained).items() if isinstance(value, str)]
+    overrides += [f"data.val_files={made / 'data' / 'validation.parquet'}", "trainer.val_only=true"]
     config = load_config(
-        trained / "config.yaml", [*overrides, f"worker.actor.model.model_path={trained.parent / 'made' / 'model'}"]
+        trained / "config.yaml", [*overrides, f"worker.actor.model.model_path={made / 'model'}"]
     ).config
     builder = open_builder(config, open_processors(config), process_images=True)
     rows = open_source(config.data.val_files[0]).rows
@@ -144,11 +142,8 @@ def validated(trained: Path) -> list[tuple[Prompt, list[dict[str, Any]], Image.I
     for number in range(8):
         row = rows[number]
         before, _, after = row["problem"].partition("<image>")
-        content = [
-            {"type": "text", "text": before},
-            {"type": "image"},
-            {"type": "text", "text": f"{after} Count twice."},
-        ]
+        text = [{"type": "text", "text": each} for each in (before, f"{after} Count twice.")]
+        content = [text[0], {"type": "image"}, text[1]]
         messages = [
             {"role": "system", "content": [{"type": "text", "text": "You look closely."}]},
             {"role": "user", "content": [part for part in content if part.get("text") != ""]},
@@ -187,13 +182,8 @@ def test_vllms_server_gives_an_export_the_prompts_and_completions_of_its_run(tra
                 {"type": "image_url", "image_url": {"url": url}} if part["type"] == "image" else part
                 for part in user["content"]
             ]
-            body = {
-                "model": "export",
-                "messages": [system, {"role": "user", "content": parts}],
-                "temperature": 0,
-                "max_tokens": 24,
-                "return_token_ids": True,
-            }
+            body = {"model": "export", "messages": [system, {"role": "user", "content": parts}], "temperature": 0}
+            body |= {"max_tokens": 24, "return_token_ids": True}
             request = urllib.request.Request(
                 f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
@@ -206,21 +196,9 @@ def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
     data = made / "data" / "validation.parquet"
     output = tmp_path / "out"
 
-    def run():
-        return evaluate(
-            [trained, made / "model"],
-            data,
-            n=2,
-            temperature=1.0,
-            limit=12,
-            by=["dataset"],
-            blind=True,
-            engine="transformers",
-            output=output,
-            options=["data.val_batch_size=5"],
-        )
-
-    evaluation = run()
+    options = {"n": 2, "temperature": 1.0, "limit": 12, "by": ["dataset"], "blind": True, "engine": "transformers"}
+    options |= {"output": output, "options": ["data.val_batch_size=5"]}
+    evaluation = evaluate([trained, made / "model"], data, **options)
     first, second = evaluation.models
     assert (first.step, second.step) == (STEPS, 0)
     assert first.summary.num_prompts == second.summary.num_prompts == 12
@@ -240,7 +218,7 @@ def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
     assert [row.response for row in rows[0]] != [row.response for row in rows[1]]
 
     (output / "notes.txt").write_text("mine")
-    again = run()  # in the same folder
+    again = evaluate([trained, made / "model"], data, **options)  # in the same folder
     assert again.to_json() == evaluation.to_json()
     assert (output / "notes.txt").read_text() == "mine"
     (tmp_path / "mine").mkdir()
