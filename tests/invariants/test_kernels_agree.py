@@ -174,5 +174,5 @@ def test_the_configuration_of_a_model_names_its_attention_kernel(tiny_vlm: Path)
     assert family.vision_tower(model).config._attn_implementation == "trigon_flash_windows"
     family.language_model(model).set_attn_implementation("sdpa")
     row = make_groups(processors)
-    with pytest.raises(RuntimeError, match="A model with 'sdpa' attention cannot score groups"):
+    with pytest.raises(RuntimeError, match="'sdpa' attention cannot score packed rows"):
         packed_scores(policy, processors, row, ONE_ROW)

@@ -167,9 +167,8 @@ def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_
         elif change == "unfiltered":
             settings |= {"online_filtering": False}
         else:
-            accepted = {"num_workers": 1, "accepted_changes": ("data.train_weights",)}
-            options = {"batch_size": 4, "seed": 3, "shuffle": True, "prefetch": False}
-            stream = PromptStream(mix(parts.prompts.parts, [2]), **options, **accepted)
+            options = {"batch_size": 4, "seed": 3, "shuffle": True, "prefetch": False, "num_workers": 1}
+            stream = PromptStream(mix(parts.prompts.parts, [2]), **options)
             settings |= {"prompts": stack.enter_context(closing(stream))}
         run = train_in(tmp_path, parts, resumes=True, **settings)
     assert {row["policy_version"] for row in rows_by_step(tmp_path)[2]} == {1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 
 import pytest
 
@@ -20,7 +19,7 @@ from support.fake_runs import (
     train_in,
 )
 from trigon.checkpoint.store import CheckpointStore
-from trigon.errors import CheckpointError, DiskError
+from trigon.errors import DiskError
 from trigon.loop import train
 from trigon.system.stopping import Grace
 from trigon.types import Prompt
@@ -151,11 +150,3 @@ def test_an_adaptive_kl_coefficient_moves_by_its_error_at_every_step(uninterrupt
     lines = lines_of(uninterrupted)
     assert [lines[step]["actor/kl_coef"] for step in range(1, 7)] == pytest.approx(expected)
     assert latest_checkpoint(uninterrupted).progress["kl_coefficient"] == pytest.approx(0.1 * 1.024**6)
-
-
-def test_a_damaged_data_position_is_refused(parts, tmp_path):
-    train_in(tmp_path, parts)
-    checkpoint = latest_checkpoint(tmp_path)
-    other = {**checkpoint.progress, "prompts": {**checkpoint.progress["prompts"], "seed": 99}}
-    with open_run(parts, tmp_path) as run, pytest.raises(CheckpointError, match="seed"):
-        train(run, replace(checkpoint, progress=other))

@@ -338,11 +338,19 @@ def test_ranks_on_one_host_have_equal_shares_of_its_memory_which_has_to_be_reada
     full, half = HostMemory(shared_by=1), HostMemory(shared_by=2)
     assert half.total_bytes == full.total_bytes // 2
     assert 0 < full.free_bytes() <= full.total_bytes
-    with pytest.raises(ConfigError, match=r"auto_micro_batch.*absent.*set it to false"):
-        HostMemory(shared_by=1, meminfo=tmp_path / "absent")
-    (tmp_path / "other").write_text("MemTotal:        1024 kB\n")
-    with pytest.raises(ConfigError, match="MemAvailable"):
-        HostMemory(shared_by=2, meminfo=tmp_path / "other").free_bytes()
+    with pytest.raises(ConfigError, match=r"auto_micro_batch.*/proc/meminfo.*set it to false"):
+        HostMemory(shared_by=1, root=tmp_path / "absent")
+
+
+def test_the_memory_of_a_container_is_shared_not_the_machines(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {32 * 2**20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text(f"{2 * GIB}\n")
+    memory = HostMemory(shared_by=2, root=tmp_path)
+    assert (memory.total_bytes, memory.free_bytes()) == (4 * GIB, 3 * GIB)
 
 
 def test_tensors_are_counted_until_they_are_freed_but_not_views_and_existing_tensors():

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trigon.models.attention_metadata import AttentionCall, AttentionMetadata
+from trigon.models.attention_metadata import AttentionCall, AttentionMetadata, run_lengths
 from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import (
@@ -129,7 +129,7 @@ def group_attention(
     match kernel:
         case "sdpa":
             calls = metadata.calls(window)
-            return _attention_in_calls(query, key, value, metadata.lengths, calls, scale=scale, causal=True)
+            return _attention_in_calls(query, key, value, metadata.runs, calls, scale=scale, causal=True)
         case "flex":
             query, key, value = (states.to(dtype) for states in (query, key, value))
             mask = metadata.block_mask(window)
@@ -156,35 +156,45 @@ def _attention_in_calls(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: list[int],
+    runs: Sequence[tuple[int, int]],
     calls: Iterable[AttentionCall],
     *,
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """Return the attention of segments of these lengths, of which each is in one call.
+    """Return the attention of these runs of equally long segments, of which each is in one call.
 
-    causal: calls without a mask are causal.
+    runs: (length, number of segments) in row order. causal: calls without a mask are causal.
     """
     # One split of each tensor: the gradient of many slices would be as many tensors of the row's
     # size.
-    queries, keys, values = (torch.split(states, lengths, 2) for states in (query, key, value))
+    sizes = [length * count for length, count in runs]
+    queries, keys, values = (
+        [_stack(run, count) for run, (_, count) in zip(torch.split(states, sizes, 2), runs, strict=True)]
+        for states in (query, key, value)
+    )
     outputs: dict[int, Tensor] = {}
     for call in calls:
         output = _sdpa(
-            _concatenate([queries[segment] for segment in call.segments]),
+            _concatenate([queries[run] for run in call.runs]),
             *(_concatenate([_keys_of(states, *each) for each in call.by_prompt]) for states in (keys, values)),
             scale=scale,
             mask=call.mask,
             causal=causal and call.mask is None,
         )
-        outputs.update(zip(call.segments, torch.split(output, 1), strict=True))
-    return torch.cat([outputs[segment].transpose(1, 2) for segment in range(len(lengths))], 1)
+        outputs.update(zip(call.runs, torch.split(output, [runs[run][1] for run in call.runs]), strict=True))
+    return torch.cat([outputs[run].transpose(1, 2).flatten(0, 1)[None] for run in range(len(runs))], 1)
 
 
-def _keys_of(states: Sequence[Tensor], prompt: int | None, segments: Sequence[int]) -> Tensor:
+def _stack(run: Tensor, count: int) -> Tensor:
+    """Return the segments of a run beside each other: [1, H, S * L, D] -> [S, H, L, D], a view."""
+    _, heads, tokens, width = run.shape
+    return run[0].view(heads, count, tokens // count, width).transpose(0, 1)
+
+
+def _keys_of(states: Sequence[Tensor], prompt: int | None, runs: Sequence[int]) -> Tensor:
     """Return the keys, or values, of segments of R tokens after a prompt of P: [S, K, P + R, D]."""
-    own = _concatenate([states[segment] for segment in segments])
+    own = _concatenate([states[run] for run in runs])
     return own if prompt is None else torch.cat((states[prompt].expand(len(own), -1, -1, -1), own), 2)
 
 
@@ -218,11 +228,11 @@ def window_attention(
     # Autocast does not know every kernel, so the functions here cast themselves.
     dtype = compute_dtype(query.device, query.dtype)
     if kernel == "sdpa" or not supports(kernel, dtype, query.shape[-1]):
-        lengths, by_length = starts.diff().tolist(), defaultdict[int, list[int]](list)
-        for index, length in enumerate(lengths):
-            by_length[length].append(index)
-        calls = (AttentionCall(((None, tuple(indices)),)) for indices in by_length.values())
-        return _attention_in_calls(query, key, value, lengths, calls, scale=scale, causal=False)
+        runs, by_length = run_lengths(starts.diff().tolist()), defaultdict[int, list[int]](list)
+        for number, (length, _) in enumerate(runs):
+            by_length[length].append(number)
+        calls = (AttentionCall(((None, tuple(numbers)),)) for numbers in by_length.values())
+        return _attention_in_calls(query, key, value, runs, calls, scale=scale, causal=False)
     if max_length is None:
         max_length = int(starts.diff().max())
     segments = Segments(query_starts=starts, key_starts=starts, max_queries=max_length, max_keys=max_length)

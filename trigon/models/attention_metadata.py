@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from trigon.types import GroupSpan
 class AttentionCall:
     """Segments of a row whose attention is computed in one call, because their lengths are equal.
 
-    by_prompt: pairs (prompt, segments) of numbers of segments, counted over the row: these segments
-        attend to the keys of that prompt as well; None: to their own keys only.
+    by_prompt: pairs (prompt, runs) of numbers of runs, counted over the row: the segments of these
+        runs attend to the keys of that prompt as well; None: to their own keys only.
     mask: true where a query may attend to a key: [L, K], or [S, 1, L, K] if the segments differ.
         None: no mask but, in the decoder, a causal one.
     """
@@ -38,9 +38,23 @@ class AttentionCall:
     mask: Tensor | None = None
 
     @property
-    def segments(self) -> tuple[int, ...]:
-        """The segments in the order of the call."""
-        return tuple(segment for _, segments in self.by_prompt for segment in segments)
+    def runs(self) -> tuple[int, ...]:
+        """The runs in the order of the call."""
+        return tuple(run for _, runs in self.by_prompt for run in runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Consecutive segments of equal length.
+
+    prompt: the number of their prompt's run; None for a prompt. images: [count, L], which image
+    each token is of, -1 if of none; None if no token is of an image.
+    """
+
+    number: int
+    count: int
+    prompt: int | None
+    images: Tensor | None
 
 
 RECURRENT_CHUNK = 64
@@ -183,9 +197,13 @@ class AttentionMetadata:
         return self._spans[-1].completions[-1][1]
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """The tokens of each segment in row order: of a prompt, and then of its completions."""
-        return [end - start for span in self._spans for start, end in (span.prompt, *span.completions)]
+    def runs(self) -> list[tuple[int, int]]:
+        """Segments of equal length in row order, (length, count): a prompt, or completions."""
+        found: list[tuple[int, int]] = []
+        for span in self._spans:
+            found.append((span.prompt[1] - span.prompt[0], 1))
+            found += run_lengths([end - start for start, end in span.completions])
+        return found
 
     def calls(self, window: int | None) -> tuple[AttentionCall, ...]:
         """Return the calls that compute the attention of all segments, without a mask of the row.
@@ -198,32 +216,35 @@ class AttentionMetadata:
         return self._calls[window]
 
     def _make_calls(self, window: int | None) -> Iterator[AttentionCall]:
-        images = self.images(window)
+        images, prompt_starts = self.images(window), {span.prompt[0] for span in self._spans}
         # By the tokens before a segment, its own tokens, and whether it needs a mask.
-        by_shape: dict[tuple[int, int, bool], list[tuple[int, int | None, Tensor | None]]] = {}
-        numbers = count()
-        for span in self._spans:
-            before, prompt = 0, None
-            for part in (span.prompt, *span.completions):
-                number, length = next(numbers), part[1] - part[0]
-                own = None if images is None or (images[slice(*part)] < 0).all() else images[slice(*part)]
-                needs_mask = prompt is not None or own is not None or (window is not None and window < length)
-                by_shape.setdefault((before, length, needs_mask), []).append((number, prompt, own))
-                if prompt is None:
-                    before, prompt = length, number
+        by_shape: dict[tuple[int, int, bool], list[_Run]] = {}
+        start, last_prompt = 0, (0, 0)
+        for number, (length, count) in enumerate(self.runs):
+            prompt, before = (None, 0) if start in prompt_starts else last_prompt
+            own = None if images is None else images[start : start + length * count].view(count, length)
+            if own is not None and (own < 0).all():
+                own = None
+            needs_mask = prompt is not None or own is not None or (window is not None and window < length)
+            by_shape.setdefault((before, length, needs_mask), []).append(_Run(number, count, prompt, own))
+            if prompt is None:
+                last_prompt = (number, length)
+            start += length * count
         # Prompts first, so that gradients are added in an order that depends on lengths alone.
-        for (before, length, needs_mask), members in sorted(by_shape.items(), key=lambda each: each[0][0] > 0):
+        for (before, length, needs_mask), runs in sorted(by_shape.items(), key=lambda each: each[0][0] > 0):
             mask = _causal_mask(length, before, window, self._device) if needs_mask else None
-            if mask is not None and any(own is not None for _, _, own in members):
-                masks = (
-                    mask if own is None else to_device(_image_mask(own, before, window), self._device)
-                    for _, _, own in members
-                )
-                mask = torch.stack([*masks])[:, None]
+            if mask is not None and any(run.images is not None for run in runs):
+                masks = [
+                    mask.expand(run.count, -1, -1)
+                    if run.images is None
+                    else torch.stack([_image_mask(each, before, window) for each in run.images])
+                    for run in runs
+                ]
+                mask = torch.cat([to_device(each, self._device) for each in masks])[:, None]
             by_prompt: dict[int | None, list[int]] = {}
-            for number, prompt, _ in members:
-                by_prompt.setdefault(prompt, []).append(number)
-            yield AttentionCall(tuple((prompt, tuple(segments)) for prompt, segments in by_prompt.items()), mask)
+            for run in runs:
+                by_prompt.setdefault(run.prompt, []).append(run.number)
+            yield AttentionCall(tuple((prompt, tuple(numbers)) for prompt, numbers in by_prompt.items()), mask)
 
     def images(self, window: int | None) -> Tensor | None:
         """Return which image each token is of, for layers with this sliding window.
@@ -340,6 +361,11 @@ class AttentionMetadata:
         return TokenIndices(
             *(to_device(torch.cat(each).to(torch.int32), self._device) for each in (groups, segments, positions))
         )
+
+
+def run_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the run-length encoding of lengths: (length, number of consecutive ones)."""
+    return [(length, len([*equal])) for length, equal in groupby(lengths)]
 
 
 def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> Tensor:

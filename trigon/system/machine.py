@@ -79,7 +79,7 @@ def _read_control(file: Path) -> str:
         return ""
 
 
-def read_meminfo(meminfo: Path, name: str) -> int:
+def _read_meminfo(meminfo: Path, name: str) -> int:
     """Return an entry of a file in the format of Linux's /proc/meminfo, in bytes.
 
     Raises: OSError if the file cannot be read, KeyError if it has no such entry.
@@ -111,7 +111,7 @@ def count_total_bytes(*, root: Path = _ROOT) -> int | None:
 def _least_bytes(entry: Literal["MemAvailable", "MemTotal"], root: Path) -> int | None:
     """Return an entry of /proc/meminfo, or the least that a control group allows or has left."""
     try:
-        counts = [read_meminfo(root / "proc/meminfo", entry)]
+        counts = [_read_meminfo(root / "proc/meminfo", entry)]
     except (OSError, KeyError):  # not Linux, or /proc is not mounted
         return None
     for version, folder in _cgroup_folders("memory", root):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from trigon.data.packing import longest_row
 from trigon.errors import ConfigError, DeviceMemoryError
-from trigon.system.machine import count_usable_bytes, read_meminfo
+from trigon.system.machine import count_total_bytes, count_usable_bytes
 from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.types import RolloutGroup, TrainGroup
 
@@ -84,21 +84,18 @@ class HostMemory:
     device_name = "CPU"
     max_tokens = 8192  # far fewer tokens keep a core busy; more only cost memory
 
-    def __init__(self, *, shared_by: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-        """Read the total memory.
+    def __init__(self, *, shared_by: int, root: Path = Path("/")) -> None:
+        """Read the total memory: of the machine, or of the container if that is less.
 
-        Args:
-            shared_by: number of ranks on this machine, which get equal shares.
-            meminfo: file in the format of Linux's /proc/meminfo.
-        Raises: ConfigError if the file cannot be read.
+        shared_by: number of ranks on this machine, which get equal shares. root: of /proc and /sys.
+        Raises: ConfigError if it cannot be read.
         """
-        self._shared_by = shared_by
-        self._meminfo = meminfo
-        self.total_bytes = self._read_bytes("MemTotal") // shared_by
+        self._shared_by, self._root = shared_by, root
+        self.total_bytes = _known(count_total_bytes(root=root)) // shared_by
 
     def free_bytes(self) -> int:
         """See Memory."""
-        return self._read_bytes("MemAvailable") // self._shared_by
+        return _known(count_usable_bytes(root=self._root)) // self._shared_by
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """See Memory."""
@@ -107,16 +104,15 @@ class HostMemory:
             work()
         return counter.peak
 
-    def _read_bytes(self, name: str) -> int:
-        """Return one entry of the file. Raises: ConfigError if it cannot be read."""
-        try:
-            return read_meminfo(self._meminfo, name)
-        except (OSError, KeyError) as error:
-            raise ConfigError(
-                "trainer.auto_micro_batch needs the size of this machine's memory, which cannot be read from "
-                f"{self._meminfo} ({error}); set it to false, and set "
-                "worker.actor.micro_batch_size_per_device_for_update instead"
-            ) from error
+
+def _known(num_bytes: int | None) -> int:
+    """Return the number. Raises: ConfigError if it is not known."""
+    if num_bytes is None:
+        raise ConfigError(
+            "trainer.auto_micro_batch needs the size of this machine's memory, which cannot be read from "
+            "/proc/meminfo; set it to false, and set worker.actor.micro_batch_size_per_device_for_update instead"
+        )
+    return num_bytes
 
 
 def memory_of(device: torch.device, *, shared_by: int) -> Memory:
