@@ -225,10 +225,12 @@ def test_a_run_that_resumes_learns_from_each_prompt_once(parts, tmp_path, partia
 
 @pytest.mark.parametrize("while_weights_are_sent", [False, True])
 def test_a_step_that_is_left_saves_the_groups_that_it_was_to_learn_from(parts, tmp_path, while_weights_are_sent):
-    settings = full_settings(6) | stream(parts, 3, "continue", steps=6)
+    unfinished = {"complete": long_tailed, "pause_after": 30} if while_weights_are_sent else {}
+    settings = full_settings(6) | stream(parts, 4, "continue", steps=6, **unfinished)
     leave_step_4(parts, tmp_path, settings, while_weights_are_sent=while_weights_are_sent)
     saved = latest_checkpoint(tmp_path).progress["buffer"]
     assert len(saved["ready"]) + len(saved["work"]) == 3 * PER_STEP
+    assert any(each["completions"] for each in saved["work"]) or not while_weights_are_sent
     train_in(tmp_path, parts, resumes=True, **settings)
     assert learned_prompts(tmp_path) == drawn_prompts(parts, tmp_path / "other", 6)
 
