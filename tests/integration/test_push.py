@@ -129,25 +129,18 @@ def test_the_files_of_the_folder_arrive_in_a_private_repository(pushed):
     assert repository.messages == ["Step 4 of run", "Step 2 of run"]
     assert out.splitlines()[-1].startswith(f"pushed: {hub.endpoint}/me/geo/commit/")
 
-
-def test_large_files_are_uploaded_by_lfs_and_small_ones_in_the_commit(pushed):
-    hub, _, folder = pushed
     assert hub.repositories["me/geo"].files["model.safetensors"] in hub.objects.values()
     assert (folder / "config.json").read_bytes() not in hub.objects.values()
     names = [request.rpartition("/")[0] for request in hub.requests]
     assert names.index("GET /api") < names.index("POST /api/repos") < names.index("PUT /storage")
 
 
-def test_another_step_replaces_the_files_and_its_folder_is_removed(pushed, run):
+def test_another_step_replaces_the_files_and_a_public_repository_is_not_pushed_to_as_private(pushed, run):
     hub, results, _ = pushed
     assert results[1][0] == 0
     record = json.loads(hub.repositories["me/geo"].files["trigon_export.json"])
     assert record["step"] == 2
-    assert [path.name for path in run.iterdir() if "push" in path.name] == []
-
-
-def test_a_public_repository_is_not_pushed_to_as_private(pushed):
-    hub, results, _ = pushed
+    assert [path.name for path in run.iterdir() if "push" in path.name] == []  # its folder was removed
     status, _, err = results[2]
     assert status == 1
     assert err.startswith("PushError: me/public exists and is public, which --private does not change")

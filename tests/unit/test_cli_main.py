@@ -147,9 +147,18 @@ STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_the_first_signal_during_the_steps_is_a_request_and_the_second_ends_them_at_once(capfd, monkeypatch, number):
+@pytest.mark.parametrize("owns_process", [True, False])
+def test_the_first_signal_is_a_request_and_the_second_ends_the_steps_at_once(capfd, monkeypatch, number, owns_process):
+    """Some time after a second Ctrl-C, only a process of the run is killed."""
     monkeypatch.setattr(start, "REPEAT_SECONDS", 0.0)
-    before, stop = [signal.getsignal(each) for each in STOPS], StopSignals()
+    ends, before = [], [signal.getsignal(each) for each in STOPS]
+
+    class Watch(HangWatch):
+        def end_within(self, seconds, *, status):
+            ends.append((seconds, status))
+
+    stop = StopSignals(owns_process=owns_process)
+    stop.use_hang_watch(Watch())
     with stop.handled(), stop.deferred():
         assert not stop.requested()
         signal.raise_signal(number)
@@ -159,24 +168,6 @@ def test_the_first_signal_during_the_steps_is_a_request_and_the_second_ends_them
             signal.raise_signal(number)
         signal.raise_signal(number)  # does not interrupt the end of the run's processes
     assert [signal.getsignal(each) for each in STOPS] == before
-
-
-@pytest.mark.parametrize("number", STOPS)
-@pytest.mark.parametrize("owns_process", [True, False])
-def test_only_a_process_of_the_run_is_killed_some_time_after_a_second_ctrl_c(monkeypatch, number, owns_process):
-    monkeypatch.setattr(start, "REPEAT_SECONDS", 0.0)
-    ends = []
-
-    class Watch(HangWatch):
-        def end_within(self, seconds, *, status):
-            ends.append((seconds, status))
-
-    stop = StopSignals(owns_process=owns_process)
-    stop.use_hang_watch(Watch())
-    with stop.handled(), stop.deferred():
-        signal.raise_signal(number)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
     kills = owns_process or number != signal.SIGINT
     assert ends == ([(start.AT_ONCE_SECONDS, 128 + number)] if kills else [])
 
