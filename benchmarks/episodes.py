@@ -173,7 +173,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
     """Start an engine with environments, and measure both sides in alternation."""
     from trigon.assemble.data import open_builder, open_images, open_processors
     from trigon.assemble.engines import open_rollout
-    from trigon.assemble.episodes import find_episodes, open_episodes
+    from trigon.assemble.episodes import load_episodes, open_episodes
     from trigon.assemble.models import DevicePlacement, choose_device, open_models
     from trigon.assemble.options import make_sampling_params
     from trigon.config.load import load_config
@@ -187,7 +187,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
     processors = open_processors(config)
     sampled = work.turn_tokens * TURNS
     with ExitStack() as stack:
-        found = find_episodes(config, processors, stack)
+        found = load_episodes(config, processors, stack)
         assert found is not None
         images = open_images(config, processors)
         settings = open_episodes(config, processors, found, images, schemas=found.schemas)

@@ -381,3 +381,8 @@ def test_existing_files_and_hub_ids_pass(tmp_path, monkeypatch):
     )
     assert warnings(overrides) == ()
     assert warnings(f"{overrides} worker.reward.reward_function=score.py data.train_files=owner/data@train") == ()
+
+
+def test_an_invalid_option_of_a_critic_hides_no_problem_of_the_policy():
+    sizes = ("data.rollout_batch_size=100", "worker.actor.global_batch_size=33", "worker.critic.global_batch_size=x")
+    assert "is not a multiple of worker.actor.global_batch_size" in refusal("algorithm.adv_estimator=gae", *sizes)

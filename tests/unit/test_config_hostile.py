@@ -44,7 +44,7 @@ def refusal(path: Path | None, *overrides: str) -> str:
         ("data.seed=0x" + "f" * 5000, "which is not valid YAML"),
         ("worker.actor.optim.lr=1e999", "worker.actor.optim.lr is "),
         ("data.seed=1e308", "data.seed is 1e308 (command line), but must be an integer"),
-        ("algorithm.reward_weights={a: 1, b: {c: 2}}", "algorithm.reward_weights is {'a': 1, 'b': {'c': 2}} (command"),
+        ("algorithm.reward_weights={a: 1, b: {c: 2}}", "algorithm.reward_weights is 2 (command line), but must be"),
         ("algorithm.reward_weights=.inf", "algorithm.reward_weights is .inf (command line), but must be a mapping"),
         (f"{KWARGS}..x=1", "has an empty part"),
         ("a." * 20_000 + "b=1", "characters in 20,001 parts"),

@@ -53,6 +53,8 @@ DEEP = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1,
         ("", [f"{OVERRIDE}.a.b=1", f"{OVERRIDE}.a=2"], OVERRIDE, {"a": 2}),
         ("", [f"{OVERRIDE}.a=2", f"{OVERRIDE}.a.b=1"], OVERRIDE, {"a": {"b": 1}}),
         ("", [f"{OVERRIDE}={{}}", f"{OVERRIDE}=null"], OVERRIDE, {}),
+        (f"{OVERRIDE}: {{a: {{b: 1}}, c: 2}}", [f"{OVERRIDE}.a={{}}"], OVERRIDE, {"a": {}, "c": 2}),
+        (f"{OVERRIDE}: {{a: 1}}\n{OVERRIDE}.b: 2", [], OVERRIDE, {"a": 1, "b": 2}),
     ],
 )
 def test_the_command_line_overrides_or_joins_yaml_which_overrides_defaults(tmp_path, yaml, overrides, name, expected):
@@ -185,7 +187,7 @@ def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path):
         f"data.max_pixels is 0 ({path}, line 4)",
         "trainer.val_freq is 'often'",
         "lr (command line)",
-        "algorithm.reward_weights is {'format': 'high'} (command line), but must be a mapping, each value a number",
+        "algorithm.reward_weights is 'high' (command line), but must be a mapping, each value a number",
         "worker.rollout.top_k is 0",
         "data.image_dir: there is no",
         "data.rollout_batch_size (100",
@@ -221,6 +223,7 @@ def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
     [
         ("data:\n  seed: 1\ndata.seed: 1\n", "is given twice"),
         (f"{KWARGS}: {{a: {{b: 1, b: 2}}}}\n", f"{KWARGS}.a.b is given twice"),
+        (f"{KWARGS}: {{a: 1}}\n{KWARGS}.a: 2\n", f"{KWARGS}.a is given twice"),
         ("data: [1\n", "is not valid YAML: while parsing a flow sequence"),
         ("data: {seed: !!python/name:os.system }\n", "is not valid YAML: could not determine a constructor"),
         ("- data\n", "must hold sections"),

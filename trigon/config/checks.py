@@ -139,9 +139,8 @@ def _run(checks: Iterable[_Check], config: Config, uncertain: Collection[str]) -
     found: list[str] = []
     for check in checks:
         recorded = _RecordedSection(config, "", set())
-        texts = list(check(cast(Config, recorded)))
-        if recorded.names_read.isdisjoint(uncertain):
-            found += texts
+        # A generator has read no option of a model that it comes to later.
+        found += [text for text in check(cast(Config, recorded)) if recorded.names_read.isdisjoint(uncertain)]
     return found
 
 

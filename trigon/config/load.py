@@ -211,6 +211,8 @@ class _ConfigReader:
 
     def __init__(self) -> None:
         self.values: dict[KeyPath, _SourceValue] = {}
+        self.written: dict[KeyPath, _SourceValue] = {}
+        """The values as they were written, those inside of mappings too, the last one last."""
         self.ignored: dict[str, tuple[str, _SourceValue]] = {}
         """Entry of IGNORED: the name that was written, and its value."""
         self.warnings: list[str] = []
@@ -305,10 +307,14 @@ class _ConfigReader:
         try:
             return Config.model_validate(tree)
         except ValidationError as error:
-            found = [_option_at_or_above(tuple(map(str, problem["loc"]))) for problem in error.errors()]
-        invalid = {option.path: option for option in found if option is not None}
-        for path, option in invalid.items():
-            self._add_invalid_value(option, self.values[path])
+            places = [tuple(map(str, problem["loc"])) for problem in error.errors()]
+            invalid = {option.path: place for place in reversed(places) if (option := _option_at_or_above(place))}
+            if not invalid:
+                raise
+        for path, place in reversed(invalid.items()):
+            # The last value at the place, inside it (a mapping), or around it (a list).
+            written = (value for at, value in reversed(self.written.items()) if at[: len(place)] == place[: len(at)])
+            self._add_invalid_value(options()[path], next(written))
         return self._validate({path: value for path, value in converted.items() if path not in invalid})
 
     def _parse(self, text: str, path: KeyPath, source: str) -> Node | None:
@@ -343,14 +349,16 @@ class _ConfigReader:
 
     def _flatten(self, node: Node, path: KeyPath, source: str) -> Iterator[tuple[KeyPath, Node]]:
         """Yield the values below a node with their paths: of options, ignored and unknown keys."""
-        if not isinstance(node, MappingNode) or path not in _sections():
+        option = _option_at_or_above(_current_path(path))
+        in_mapping = option is not None and option.kind == "mapping"
+        if not isinstance(node, MappingNode) or not (path in _sections() or (in_mapping and node.value)):
             yield path, node
             return
         # A key that was merged (<<) comes before the key of the same name, which replaces it.
         for name, (key, value) in {str(pair[0].value): pair for pair in node.value}.items():
             # `worker.actor:` may stand for `worker:` and `actor:` below it.
-            inner = (*path, *name.split("."))
-            if self._check_path(inner, _place(source, key)):
+            inner = (*path, name) if in_mapping else (*path, *name.split("."))
+            if in_mapping or self._check_path(inner, _place(source, key)):
                 yield from self._flatten(value, inner, source)
 
     def _check_path(self, path: KeyPath, location: str) -> bool:
@@ -376,6 +384,8 @@ class _ConfigReader:
         option = _option_at_or_above(path)
         if option is not None and (option.path == path or option.kind == "mapping"):
             node = self._update_example_path(path, node, location)
+            self.written.pop(path, None)
+            self.written[path] = _SourceValue(node, location, older_name)
             for inner in reversed(path[len(option.path) :]):
                 node = MappingNode(MAPPING_TAG, [(ScalarNode(TEXT_TAG, inner), node)])
             if option.path in self.values and option.kind == "mapping":
@@ -495,7 +505,8 @@ def _join(before: Node, node: Node) -> Node:
     pairs = {str(key.value): (key, value) for key, value in before.value}
     for key, value in node.value:
         name = str(key.value)
-        pairs[name] = key, _join(pairs[name][1], value) if name in pairs else value
+        # Inside of a mapping an empty one replaces what was there.
+        pairs[name] = key, _join(pairs[name][1], value) if name in pairs and value.value else value
     return MappingNode(MAPPING_TAG, list(pairs.values()))
 
 

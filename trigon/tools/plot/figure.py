@@ -104,9 +104,10 @@ def save_plot(
     check_installed()
     from matplotlib import rc_context
 
-    with rc_context(_STYLE), writing(path, "the figure"):
+    with rc_context(_STYLE):
         figure = _draw(curves, title, references)
-        figure.savefig(path, format=ending.removeprefix("."), dpi=DPI, metadata=METADATA[ending])
+        with writing(path, "the figure"):
+            figure.savefig(path, format=ending.removeprefix("."), dpi=DPI, metadata=METADATA[ending])
 
 
 def check_installed() -> None:

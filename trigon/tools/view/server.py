@@ -156,7 +156,7 @@ def make_app(runs: Sequence[ViewedRun], *, host: str = "127.0.0.1", token: str =
     return Starlette(
         routes=[
             Route("/", _page),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            Mount("/static", StaticFiles(directory=STATIC, follow_symlink=True)),
             Route("/plotly.js", _plotly),
             *(Route(f"/api/{name}", partial(answer, runs)) for name, answer in _ANSWERS.items()),
             Route("/image/{run:int}/{name:path}", partial(_image, runs)),
