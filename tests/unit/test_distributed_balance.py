@@ -57,6 +57,7 @@ def test_the_largest_sum_is_close_to_the_mean_and_at_most_that_of_a_greedy_parti
     ("costs", "homes", "num_parts", "expected"),
     [
         ([5, 5, 2, 2], [{0}, {0}, {1}, {1}], 2, [[1, 2], [0, 3]]),  # the example of the docstring
+        ([6, 9, 8], [{0}, {1}, {1}], 2, [[0, 2], [1]]),  # one index leaves its home, and not two for each other
         ([7] * 6, [{0}, {1}, {2}, {0}, {1}, {2}], 3, [[0, 3], [1, 4], [2, 5]]),  # balanced homes are kept
         ([6, 4, 2], [{0, 1}, {0, 1}, {0, 1}], 3, [[0], [1, 2], []]),  # one of several is chosen by its sum
         ([6, 6, 6], [{0, 1}, {0, 1}, {2}], 3, [[0], [1], [2]]),

@@ -40,6 +40,11 @@ def test_what_is_returned_becomes_a_message(value, text, num_images):
     assert observe(value) == Observation((Message("user", text, (PNG,) * num_images),))
 
 
+def test_transparent_images_are_shown_on_white():
+    [message] = observe(Image.new("RGBA", (3, 2), (255, 0, 0, 0))).messages
+    assert message.images == (to_png(Image.new("RGB", (3, 2), "white")),)
+
+
 def test_nothing_and_observations_stay_as_they_are():
     observation = Observation((Message("tool", "<image>", (PNG,)), Message("user", "go on")))
     assert observe(None) is None
