@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _getdtype
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -41,6 +40,21 @@ FILE_BYTES = 4 * 10**9
 
 _OFFSETS = "saved_offsets"
 """Key of torch's metadata of a file: where each piece begins in its tensor."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,10 @@ class _Piece:
     def volume(self) -> int:
         return math.prod(end - begin for begin, end in zip(self.begin, self.end, strict=True))
 
+    def overlaps(self, other: _Piece) -> bool:
+        sides = zip(self.begin, self.end, other.begin, other.end, strict=True)
+        return all(begin < other_end and other_begin < end for begin, end, other_begin, other_end in sides)
+
 
 class ShardedFiles:
     """The tensors in the safetensors files of a folder, put together from their pieces.
@@ -73,16 +91,15 @@ class ShardedFiles:
     Headers are read at construction, tensors on demand. A file without offsets in its metadata
     holds full tensors. The shape of a tensor is the end of its last piece; if that piece is missing
     the tensor appears smaller, which callers detect by comparing it with the expected shape.
-
-    tensors: all tensors, sorted by name.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
-        Raises: CheckpointError if there are no files, one cannot be read, or the pieces of a tensor
-        are together smaller or larger than it.
+        Raises: CheckpointError if there are no files, one cannot be read, or pieces of a tensor
+        have gaps or overlap.
         """
+        self._folder = folder
         self._pieces: dict[str, list[_Piece]] = {}
         dtypes: dict[str, set[torch.dtype]] = {}
         files = sorted(folder.glob("*.safetensors"))
@@ -92,13 +109,18 @@ class ShardedFiles:
             for name, piece, dtype in _pieces_in(file):
                 self._pieces.setdefault(name, []).append(piece)
                 dtypes.setdefault(name, set()).add(dtype)
-        self.tensors: Mapping[str, StoredTensor] = {
+        self._tensors = {
             name: _stored_tensor(folder, name, self._pieces[name], dtypes[name]) for name in sorted(dtypes)
         }
 
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors, sorted by name."""
+        return self._tensors
+
     def read(self, name: str) -> Tensor:
         """Return the full tensor on the CPU. No other tensor is read."""
-        stored = self.tensors[name]
+        stored = self._tensors[name]
         pieces = [piece for piece in self._pieces[name] if piece.volume > 0]
         if len(pieces) == 1:
             return _read_piece(pieces[0], name)
@@ -277,11 +299,18 @@ def _pieces_in(file: Path) -> Iterator[tuple[str, _Piece, torch.dtype]]:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 header = opened.get_slice(name)
                 shape = header.get_shape()
-                begin = [0] * len(shape) if begins is None else begins[name][_OFFSETS]
+                begin = [0] * len(shape) if begins is None else [_checked_offset(n) for n in begins[name][_OFFSETS]]
                 end = tuple(offset + length for offset, length in zip(begin, shape, strict=True))
-                yield name, _Piece(file, tuple(begin), end), _getdtype(header.get_dtype())
+                yield name, _Piece(file, tuple(begin), end), _DTYPES[header.get_dtype()]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} has an invalid header ({type(error).__name__}: {error})") from error
+
+
+def _checked_offset(value: object) -> int:
+    """Return an offset. Raises: ValueError if it is none."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no offset")
+    return value
 
 
 def _read_piece(piece: _Piece, name: str) -> Tensor:
@@ -291,15 +320,25 @@ def _read_piece(piece: _Piece, name: str) -> Tensor:
 
 
 def _stored_tensor(folder: Path, name: str, pieces: list[_Piece], dtypes: set[torch.dtype]) -> StoredTensor:
-    """Return the tensor that the pieces form. Raises: CheckpointError if they form none.
-
-    A piece that is missing, or there twice, changes their volume.
-    """
+    """Return the tensor that the pieces form. Raises: CheckpointError if they form none."""
     shape = tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))
-    if len(dtypes) > 1 or sum(piece.volume for piece in pieces) != math.prod(shape):
+    non_empty = sorted((piece for piece in pieces if piece.volume > 0), key=lambda piece: piece.begin)
+    has_gap = sum(piece.volume for piece in non_empty) != math.prod(shape)
+    if len(dtypes) > 1 or has_gap or _any_overlap(non_empty):
         files = ", ".join(sorted({piece.file.name for piece in pieces}))
         raise CheckpointError(
             f"the pieces of {name} in {folder} ({files}) do not form a tensor: a file is missing, "
             "or one is from another save"
         )
     return StoredTensor(shape, dtypes.pop())
+
+
+def _any_overlap(pieces: list[_Piece]) -> bool:
+    """Return whether any two pieces share an element. pieces: sorted by begin."""
+    for index, piece in enumerate(pieces):
+        for later in pieces[index + 1 :]:
+            if later.begin[:1] >= piece.end[:1]:  # as do all later pieces
+                break
+            if piece.overlaps(later):
+                return True
+    return False
