@@ -402,7 +402,8 @@ class Worker:
     @_concurrent("heartbeat")
     def stack(self) -> str:
         """Return the Python stack of the method that is running, the innermost call last."""
-        return "".join(traceback.format_stack(sys._current_frames().get(self._thread)))
+        frame = sys._current_frames().get(self._thread)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
 
     @property
     def _require_engines(self) -> WorkerEngines:

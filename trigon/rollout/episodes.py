@@ -344,9 +344,9 @@ class _Run:
 
     def leave(self) -> None:
         """Leave the episodes that have not ended as they are; none of them is being sampled."""
-        loading, self._loading = self._loading, []
-        for episode, tokens, vision in loading:
-            self._show(episode, tokens, vision)
+        while self._loading:
+            self._show(*self._loading[0])
+            del self._loading[0]
         begun = [*self._ready, *self._waiting.values(), *self._answered]
         for episode in [*self.not_begun, *begun]:
             unfinished = episode.unfinished(policy_version=self._policy_version)
@@ -491,12 +491,9 @@ class _Run:
         loaded = bool(self._loading)
         if self._loading:
             wait([vision for _, _, vision in self._loading], 0 if can_sample or answered else None, FIRST_COMPLETED)
-            loading, self._loading = self._loading, []
-            for episode, tokens, vision in loading:
-                if vision.done():
-                    self._show(episode, tokens, vision)
-                else:
-                    self._loading.append((episode, tokens, vision))
+            for loading in [each for each in self._loading if each[2].done()]:
+                self._show(*loading)  # may raise; the others are still known then, and closed
+                self._loading = [each for each in self._loading if each is not loading]
         if not can_sample:
             self._idle_seconds += time.perf_counter() - began
         return loaded or bool(outcomes or answered)
