@@ -111,11 +111,11 @@ def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
 
 
 class ShortReference:
-    """A reference from which completions of one token have a KL of 1 (k1), and others of 0."""
+    """A reference from which completions of one token have a KL of 1 (k1), and others of 0.5."""
 
     def logprobs(self, groups):
         lengths = [[len(rollout.completion.token_ids) for rollout in group.rollouts] for group in groups]
-        return [[torch.full((length,), -2.0 if length == 1 else -1.0) for length in row] for row in lengths]
+        return [[torch.full((length,), -2.0 if length == 1 else -1.5) for length in row] for row in lengths]
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length
         phase=untimed,
     )
     _, metrics = preparation.prepare([group_of(prompt, [(7,), (8,) * 99])])
-    assert values(metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
-    # 0.5 is above the target
+    assert values(metrics)["actor/kl_penalty"] == 0.75  # over all tokens it would be 0.505
+    # 0.75 is above the target
     assert preparation.state()["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
