@@ -127,7 +127,7 @@ def test_an_invalid_file_of_the_train_engine_is_a_sentence(tmp_path, text):
 )
 def test_an_invalid_header_of_tensors_is_a_sentence(tmp_path, text):
     save_file({"w": torch.ones(2, 2)}, tmp_path / "shard.safetensors", metadata={"DCP_SHARDING_INFO": text})
-    with pytest.raises(CheckpointError, match=r"shard\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors has an invalid header"):
         ShardedFiles(tmp_path)
 
 
