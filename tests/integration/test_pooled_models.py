@@ -108,7 +108,7 @@ def test_text_that_attends_to_later_tokens_raises(folder: Path, tmp_path: Path) 
 
 
 def test_the_buffers_of_a_checkpoint_are_sent_and_saved(folder: Path) -> None:
-    policy = changed_policy(folder, load_processors(str(folder)))
+    policy = changed_policy(folder)
     stored = load_file(folder / "model.safetensors")
     buffers = {name for name in stored if name.endswith(("layer_scalar", "std_bias", "std_scale", "_min", "_max"))}
     assert len(buffers) > 4
@@ -142,7 +142,7 @@ def test_an_audio_tower_is_frozen_and_sent_with_the_other_weights(folder: Path, 
     )
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(copied)
     processors = load_processors(str(copied))
-    policy = changed_policy(copied, processors)
+    policy = changed_policy(copied)
     of_audio = [
         weight for name, weight in policy.model.named_parameters() if name.startswith(("model.audio_", "model.embed_a"))
     ]
@@ -161,7 +161,7 @@ def test_vllm_samples_with_the_changed_weights_where_images_attend_causally(fold
         folder, tmp_path, lambda config: config["text_config"].update(use_bidirectional_attention=None)
     )
     processors = load_processors(str(copied))
-    prompts, after = make_prompts(processors), changed_policy(copied, processors)
+    prompts, after = make_prompts(processors), changed_policy(copied)
     model = load_model(str(copied), dtype=torch.float32, device="cpu")
     before = Policy(model, processors.family, temperature=TEMPERATURE, banned_token_ids=processors.banned_token_ids)
     engine = open_engine("vllm", copied, processors)

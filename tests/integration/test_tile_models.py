@@ -131,7 +131,7 @@ def test_another_supported_language_model_gives_the_same_log_probabilities_in_al
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     processors = load_processors(str(folder))
-    policy = changed_policy(folder, processors)
+    policy = changed_policy(folder)
     oracle = load_hugging_face(folder, torch.float32)
     oracle.load_state_dict(policy.model.state_dict())
     groups, prompts = make_groups(processors), make_prompts(processors)
