@@ -195,7 +195,7 @@ def test_a_function_that_returns_another_number_of_scores_is_found_before_traini
 
 
 def test_a_batch_function_may_return_an_array(tmp_path):
-    text = "import numpy\ndef main(reward_inputs: list): return numpy.array([len(x['response']) for x in inputs])"
+    text = "import numpy\ndef main(inputs: list): return numpy.array([len(x['response']) for x in inputs])"
     with reward_pool(tmp_path, text) as pool:
         assert [score.overall for score in pool.score(requests("a", "bcd"))] == [1.0, 3.0]
 
