@@ -43,7 +43,7 @@ gpu-check: ## versions and devices, then the tests for a GPU: kernels, updates, 
 test: lint ## lint, types, unit tests, invariants, and one run of each kind (4 to 9 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended and not long"
 
-test-all: lint ## the same, and every algorithm and model family, recipes and cluster layouts (25 to 40 minutes): what CI runs
+test-all: lint ## the same, and every algorithm and model family, recipes and cluster layouts (20 to 40 minutes): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not long"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not long"
 
