@@ -342,7 +342,7 @@ def test_ranks_on_one_host_have_equal_shares_of_its_memory_which_has_to_be_reada
         HostMemory(shared_by=1, root=tmp_path / "absent")
 
 
-def test_the_memory_of_a_container_is_shared_not_the_machines(tmp_path):
+def test_ranks_share_the_memory_of_their_container(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {32 * 2**20} kB\n")
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")

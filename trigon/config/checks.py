@@ -139,7 +139,7 @@ def _run(checks: Iterable[_Check], config: Config, uncertain: Collection[str]) -
     found: list[str] = []
     for check in checks:
         recorded = _RecordedSection(config, "", set())
-        # A generator has read no option of a model that it comes to later.
+        # When a generator yields a problem of the policy, it has not read the critic's options yet.
         found += [text for text in check(cast(Config, recorded)) if recorded.names_read.isdisjoint(uncertain)]
     return found
 

@@ -312,7 +312,7 @@ class _ConfigReader:
             if not invalid:
                 raise
         for path, place in reversed(invalid.items()):
-            # The last value at the place, inside it (a mapping), or around it (a list).
+            # The last value written at this place, inside it (a mapping) or around it (a list).
             written = (value for at, value in reversed(self.written.items()) if at[: len(place)] == place[: len(at)])
             self._add_invalid_value(options()[path], next(written))
         return self._validate({path: value for path, value in converted.items() if path not in invalid})

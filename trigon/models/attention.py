@@ -187,7 +187,7 @@ def _attention_in_calls(
 
 
 def _stack(run: Tensor, count: int) -> Tensor:
-    """Return the segments of a run beside each other: [1, H, S * L, D] -> [S, H, L, D], a view."""
+    """Return a view of a run as a batch of its segments: [1, H, S * L, D] -> [S, H, L, D]."""
     _, heads, tokens, width = run.shape
     return run[0].view(heads, count, tokens // count, width).transpose(0, 1)
 

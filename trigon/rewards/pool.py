@@ -147,8 +147,8 @@ class RewardPool:
         """Call the function on dummy completions, so that an error is found before training.
 
         described: the completions in the error message.
-        Raises: RewardError if the function cannot be loaded, or does not return a score for each,
-        also if it does when each completion is scored alone.
+        Raises: RewardError if the function cannot be loaded, does not return a score for each
+        completion, or returns another number of scores than it received completions.
         """
         together = len(requests)
         with self.scoring(num_completions=together, batch_size=together, max_failed_fraction=1.0) as scoring:

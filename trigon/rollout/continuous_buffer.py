@@ -205,7 +205,7 @@ class ContinuousBuffer(RolloutBuffer):
             # None of the groups has these weights yet, so each replica samples a few tokens.
             probes = self._parity.probe((), self._rollout, self._sampling, prompt=first, version=version)
         found.metrics = merge(found.metrics, carried, self._rollout.pop_metrics())
-        work, found.unfinished = found.unfinished, []  # not before: the step may be left while weights are sent
+        work, found.unfinished = found.unfinished, []  # not earlier: a step that is left above keeps its work
         if work:
             self._begin_continuous(step, version, work)
         return probes, len(new)

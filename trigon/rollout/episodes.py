@@ -492,7 +492,7 @@ class _Run:
         if self._loading:
             wait([vision for _, _, vision in self._loading], 0 if can_sample or answered else None, FIRST_COMPLETED)
             for loading in [each for each in self._loading if each[2].done()]:
-                self._show(*loading)  # may raise; the others are still known then, and closed
+                self._show(*loading)  # if this raises, close() stops the environments of the others
                 self._loading = [each for each in self._loading if each is not loading]
         if not can_sample:
             self._idle_seconds += time.perf_counter() - began
@@ -507,7 +507,7 @@ class _Run:
             self._answered.append(episode)
         else:
             episode = self._others.get(outcome.episode)
-        if episode is not None:  # else it is of an episode that a call that failed has stopped
+        if episode is not None:  # None: its episode was stopped when another call failed
             episode.outcome = outcome
 
     def _apply_outcome(self, settings: EpisodeSettings, episode: Episode) -> None:
